@@ -1,0 +1,1 @@
+"""Reference Mixture-of-Experts model in JAX: geometry, arithmetic, training, checkpoints."""
