@@ -1,0 +1,1 @@
+"""The request's way, in pure values: types, errors, the pipeline."""

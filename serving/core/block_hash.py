@@ -1,0 +1,101 @@
+"""The router's own chained hash of KV blocks: fast enough to sit in the decision.
+
+Block i's hash names the whole prefix up to and including block i, so equal hashes mean an
+equal prefix (same tokens, same salt). Everything is uint64 arithmetic modulo 2**64, done
+for all blocks at once:
+
+    b_i = sum_j mix(token_ij + 1) * m_j            multilinear over a block's tokens
+    H_i = mix(sum_{j<=i} b_j * P**(i-j) + s * P**(i+1))   polynomial chain, s from the salt
+
+with `mix` the splitmix64 finaliser, m_j random odd, P random odd. The chain is evaluated
+without a loop as P**i * cumsum(b_j * P**-j), since an odd P has an inverse. Multipliers come
+from `seed`: give each deployment its own to keep crafted collisions out. This is NOT the
+engines' hash (FACTS section 5): their events carry token ids, which are hashed again here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+
+ALGORITHM = "eldr_poly64_v1"
+_MASK = (1 << 64) - 1
+_MAX_BLOCKS = 1 << 16
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser on a uint64 array (a bijection)."""
+    values = values ^ (values >> np.uint64(30))
+    values = values * np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+class BlockHasher:
+    """Hashes prompts into chained block hashes for one block size.
+
+    Attributes:
+        block_size_tokens: tokens per block.
+        seed: deployment secret; hashes of different seeds are unrelated.
+    """
+
+    def __init__(self, block_size_tokens: int, *, seed: int = 0) -> None:
+        if block_size_tokens < 1:
+            raise ValueError(f"{block_size_tokens=} must be >= 1")
+        self.block_size_tokens = block_size_tokens
+        self.seed = seed
+        draw = np.random.Generator(np.random.Philox(key=seed & _MASK))
+        odd = np.uint64(1)
+        self._multipliers = draw.integers(0, _MASK, block_size_tokens, np.uint64, True) | odd
+        base = int(draw.integers(0, _MASK, dtype=np.uint64, endpoint=True)) | 1
+        self._base = base
+        self._powers = _power_table(base)
+        self._inverse_powers = _power_table(pow(base, -1, 1 << 64))
+
+    def hashes(self, token_ids: np.ndarray, *, salt: str = "") -> np.ndarray:
+        """Chained hashes of the FULL blocks of a prompt.
+
+        Args:
+            token_ids: integer [P]; a last partial block is not hashed.
+            salt: cache salt or adapter name; "" shares with everybody.
+
+        Returns:
+            uint64 [P // block_size_tokens].
+        """
+        num_blocks = len(token_ids) // self.block_size_tokens
+        if num_blocks > _MAX_BLOCKS:
+            raise ValueError(f"{num_blocks=} must be <= {_MAX_BLOCKS}")
+        if num_blocks == 0:
+            return np.empty(0, np.uint64)
+        tokens = np.asarray(token_ids[: num_blocks * self.block_size_tokens], np.uint64)
+        mixed = _mix(tokens + np.uint64(0x9E3779B97F4A7C15))
+        blocks = mixed.reshape(num_blocks, self.block_size_tokens) @ self._multipliers
+        blocks = _mix(blocks)
+        blocks *= self._inverse_powers[:num_blocks]
+        chain = np.cumsum(blocks, dtype=np.uint64)
+        chain += np.uint64(_salt_value(salt) * self._base & _MASK)
+        chain *= self._powers[:num_blocks]
+        return _mix(chain)
+
+
+@functools.cache
+def _power_table(base: int) -> np.ndarray:
+    """base**0 .. base**(_MAX_BLOCKS - 1) modulo 2**64, uint64."""
+    table = np.ones(_MAX_BLOCKS, np.uint64)
+    filled, step = 1, base
+    while filled < _MAX_BLOCKS:
+        table[filled : 2 * filled] = table[:filled] * np.uint64(step)
+        filled, step = 2 * filled, step * step & _MASK
+    return table
+
+
+@functools.lru_cache(maxsize=4096)
+def _salt_value(salt: str) -> int:
+    """A 64-bit value per salt; 0 for the shared space."""
+    if not salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "big") | 1

@@ -1,0 +1,10 @@
+"""Request metadata keys, equal on every door (gRPC metadata, HTTP headers)."""
+
+TENANT = "x-eldr-tenant"
+SLO_CLASS = "x-eldr-slo-class"
+PRODUCT = "x-eldr-product"
+DEADLINE_MS = "x-eldr-deadline-ms"
+SESSION = "x-eldr-session"
+MODEL = "x-eldr-model"
+
+ALL = (TENANT, SLO_CLASS, PRODUCT, DEADLINE_MS, SESSION, MODEL)

@@ -1,0 +1,123 @@
+"""The contract between the pipeline and a placement policy: values in, a ranking out.
+
+A policy is a pure function of its context and a random generator. It sees every candidate
+as a row; scores stay arrays. `CostTerm` objects (serving/core/decision.py) are made from
+`TermMatrix` rows later, for the few recorded candidates only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from serving.core.request import Request, SloTarget
+from serving.core.signature import Signature
+from serving.core.worker import FleetView, Phase
+
+
+class Regions(Protocol):
+    """Fitted expert regions, one per decode worker (serving/signatures/regions.py)."""
+
+    @property
+    def version(self) -> str:
+        """Version written into every decision record."""
+        ...
+
+    def similarity(self, vector: np.ndarray, worker_ids: tuple[str, ...]) -> np.ndarray:
+        """Cosine of float32 [M] `vector` with each worker's centroid, float32 [W].
+
+        A worker without a region gets -1.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacementContext:
+    """Everything a policy may look at for one choice.
+
+    Attributes:
+        request: the request.
+        phase: which worker is chosen.
+        target: the request's SLO class targets.
+        view: the candidate workers (W rows).
+        feasible: bool [W]; live, right model and pool, KV and bucket fit. At least one True.
+        cached_tokens: int32 [W]; prompt tokens each worker already holds (prefix cache).
+        transfer_s: float64 [W]; seconds to move the KV to each worker (0 in prefill).
+        sequence: how many choices of this phase this router has made before; gives
+            round-robin its turn without hidden state.
+        signature: the request's signature, or None.
+        regions: fitted regions, or None (kill switch, or nothing fitted).
+        domain: oracle label for the `domain` baseline, "" in production.
+    """
+
+    request: Request
+    phase: Phase
+    target: SloTarget
+    view: FleetView
+    feasible: np.ndarray
+    cached_tokens: np.ndarray
+    transfer_s: np.ndarray
+    sequence: int
+    signature: Signature | None = None
+    regions: Regions | None = None
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TermMatrix:
+    """The objective, spelled out: one row per worker, one column per term.
+
+    Attributes:
+        names: T term names, in printing order.
+        seconds: float64 [W, T]; the physical quantity behind the term.
+        usd: float64 [W, T]; the same in dollars. J of a worker is its row's sum.
+    """
+
+    names: tuple[str, ...]
+    seconds: np.ndarray
+    usd: np.ndarray
+
+    def total_usd(self) -> np.ndarray:
+        """J per worker, float64 [W]."""
+        return self.usd.sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranking:
+    """A policy's answer.
+
+    Attributes:
+        chosen: row of the winner; feasible.
+        runner_up: row of the next best feasible candidate, -1 when there is none.
+        score: float64 [W]; the policy's own key, LOWER is better, +inf where infeasible.
+        unit: unit of `score` ("usd", "requests", "cosine_distance", "draw" ...).
+        fallback: why a simpler rule decided ("" when the policy itself did).
+        terms: the objective behind the score when the policy computed it, else None.
+    """
+
+    chosen: int
+    runner_up: int
+    score: np.ndarray
+    unit: str
+    fallback: str = ""
+    terms: TermMatrix | None = None
+
+
+class Policy(Protocol):
+    """A placement rule. One file each in serving/policies, one registry."""
+
+    @property
+    def name(self) -> str:
+        """Registry name, written into the record."""
+        ...
+
+    def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
+        """Chooses among the feasible rows; ties by a seeded draw from `rng`.
+
+        Raises:
+            Rejected: no row is feasible.
+            ValueError: a NaN entered a score (never silently the winner).
+        """
+        ...

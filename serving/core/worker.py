@@ -1,0 +1,204 @@
+"""What the router knows about its workers when it decides: frozen, aged, in arrays.
+
+`WorkerInfo` is what a worker IS (changes on join, restart, re-config); `FleetView` is how
+it STANDS (changes with every request), one row per worker so that scoring all of them is
+array arithmetic. A view is taken once per decision and never written afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class Role(enum.Enum):
+    """Which phase a worker runs; BOTH is an aggregated (not disaggregated) worker."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    def serves(self, phase: Phase) -> bool:
+        """Whether a worker of this role may run `phase`."""
+        return self is Role.BOTH or self.value == phase.value
+
+
+class Phase(enum.Enum):
+    """The two halves of a request's work."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(enum.Enum):
+    """Life of a worker as the router sees it; only READY takes new work."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    PARKED = "parked"
+    LOST = "lost"
+
+
+class KvOrder(enum.Enum):
+    """When an engine's hand-over protocol fixes the decode worker (FACTS section 5)."""
+
+    AFTER_PREFILL = "after_prefill"
+    BEFORE_PREFILL = "before_prefill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine was compiled and configured for.
+
+    Attributes:
+        block_size_tokens: tokens per KV block, as the prefix cache hashes them.
+        page_size_tokens: tokens per KV page moved between workers; P and D must agree.
+        buckets_tokens: compiled token buckets, ascending; () for no padding (GPU).
+        max_num_seqs: requests one decode step may hold.
+        max_context_tokens: prompt plus output limit of one request.
+        num_kv_blocks: KV capacity in blocks.
+        tensor_parallel: chips (TPU: devices) one replica spans; P and D must agree on TPU.
+        hash_algorithm: name of the block hash the engine publishes ("" for none).
+        kv_connector: hand-over protocol name ("" when the worker cannot hand over).
+        kv_order: when that protocol fixes the decode worker.
+        emits_signature: whether prefill responses carry `eldr_sig`.
+    """
+
+    block_size_tokens: int
+    page_size_tokens: int
+    max_num_seqs: int
+    max_context_tokens: int
+    num_kv_blocks: int
+    buckets_tokens: tuple[int, ...] = ()
+    tensor_parallel: int = 1
+    hash_algorithm: str = ""
+    kv_connector: str = ""
+    kv_order: KvOrder = KvOrder.AFTER_PREFILL
+    emits_signature: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size_tokens",
+            "page_size_tokens",
+            "max_num_seqs",
+            "max_context_tokens",
+            "num_kv_blocks",
+            "tensor_parallel",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be >= 1")
+        buckets = self.buckets_tokens
+        if any(b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"buckets_tokens={buckets!r} must be positive, ascending, distinct")
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """Smallest compiled bucket holding `num_tokens`; `num_tokens` itself when unbucketed.
+
+        Raises:
+            ValueError: the tokens exceed the largest bucket.
+        """
+        if not self.buckets_tokens:
+            return num_tokens
+        for bucket in self.buckets_tokens:
+            if bucket >= num_tokens:
+                return bucket
+        raise ValueError(f"{num_tokens=} exceeds the largest bucket {self.buckets_tokens[-1]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker is.
+
+    Attributes:
+        worker_id: unique in the fleet.
+        address: "host:port" of its engine door.
+        role, state: see the enums.
+        pool: the pool (same variant, hardware and config) it belongs to.
+        model: model variant id it serves.
+        hardware: id of a configs/hardware/*.yaml file.
+        num_chips: chips billed for this worker.
+        ici_domain: slice (TPU) or NVLink domain (GPU); equal strings share fast links.
+        host: machine name; workers of one process or host share cheaper links still.
+        capabilities: see `Capabilities`.
+        epoch: changes when the worker restarts, so that its old KV is never credited.
+        labels: discovery labels passed through (topology strings among them).
+    """
+
+    worker_id: str
+    address: str
+    role: Role
+    pool: str
+    model: str
+    hardware: str
+    capabilities: Capabilities
+    num_chips: int = 1
+    ici_domain: str = ""
+    host: str = ""
+    state: WorkerState = WorkerState.READY
+    epoch: int = 0
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FleetView:
+    """The candidate workers of one phase at one instant; row i of every array is workers[i].
+
+    Attributes:
+        workers: W workers of the phase, in registration order.
+        taken_at_s: monotonic seconds of the snapshot.
+        age_s: float64 [W], seconds since each worker's last telemetry; stale is a state.
+        accepts: bool [W], READY and not stale beyond the limit.
+        num_running: int32 [W], requests running as last reported.
+        num_waiting: int32 [W], requests queued as last reported.
+        num_inflight: int32 [W], this router's own open reservations plus what other
+            routers reported; the load count baselines use.
+        queued_prefill_tokens: float64 [W], uncached prompt tokens reserved but not done.
+        remaining_decode_tokens: float64 [W], predicted output tokens still to come.
+        kv_tokens: float64 [W], context tokens resident or reserved.
+        kv_blocks_free: int64 [W], KV blocks neither used nor reserved.
+        speed_factor: float64 [W], measured step time over the model's (1.0 = as modelled).
+        survival: float32 [W, M] or None; product over a worker's requests of (1 - q) per
+            masked (layer, expert), the state the expert term is linear in (DESIGN).
+    """
+
+    workers: tuple[WorkerInfo, ...]
+    taken_at_s: float
+    age_s: np.ndarray
+    accepts: np.ndarray
+    num_running: np.ndarray
+    num_waiting: np.ndarray
+    num_inflight: np.ndarray
+    queued_prefill_tokens: np.ndarray
+    remaining_decode_tokens: np.ndarray
+    kv_tokens: np.ndarray
+    kv_blocks_free: np.ndarray
+    speed_factor: np.ndarray
+    survival: np.ndarray | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        num_workers = len(self.workers)
+        for name in (
+            "age_s",
+            "accepts",
+            "num_running",
+            "num_waiting",
+            "num_inflight",
+            "queued_prefill_tokens",
+            "remaining_decode_tokens",
+            "kv_tokens",
+            "kv_blocks_free",
+            "speed_factor",
+        ):
+            rows = getattr(self, name).shape
+            if rows != (num_workers,):
+                raise ValueError(f"{name} has shape {rows}, must be ({num_workers},)")
+
+    def index_of(self, worker_id: str) -> int:
+        """Row of `worker_id`; KeyError when it is not in the view."""
+        for row, worker in enumerate(self.workers):
+            if worker.worker_id == worker_id:
+                return row
+        raise KeyError(worker_id)
