@@ -1,0 +1,255 @@
+"""The reference model as Flax nnx modules: whole sequences in, logits and router decisions out.
+
+For training, evaluation and as the standard that the paged serving step is compared with. The
+weights have one shape everywhere: `params_of` gives them as a plain tree (documented there),
+`model_of` puts such a tree into modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eldr_jax import layers
+from eldr_jax.config import ModelConfig
+from eldr_jax.dispatch import DENSE, Dispatch, run_experts
+
+Params = dict[str, Any]
+
+BLOCK_PARAMS = (
+    "attn_norm",
+    "wq",
+    "wk",
+    "wv",
+    "wo",
+    "q_norm",
+    "k_norm",
+    "mlp_norm",
+    "gate",
+    "w_gate",
+    "w_up",
+    "w_down",
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTrace:
+    """What one layer's gate did.
+
+    Attributes:
+      logits: [T, E] float32 gate activations.
+      weights: [T, K] float32.
+      ids: [T, K] int32.
+      dropped: scalar int32, (token, expert) pairs that found no room.
+    """
+
+    logits: jax.Array
+    weights: jax.Array
+    ids: jax.Array
+    dropped: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Result of a whole-sequence pass over [B, T] tokens.
+
+    Attributes:
+      hidden: [B, T, D] after the final norm.
+      routers: one trace per layer, over the B*T tokens in row order.
+    """
+
+    hidden: jax.Array
+    routers: tuple[RouterTrace, ...]
+
+
+def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight of a block, keyed and ordered as `BLOCK_PARAMS`."""
+    d, f, e = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    return {
+        "attn_norm": (d,),
+        "wq": (d, config.query_width),
+        "wk": (d, config.kv_width),
+        "wv": (d, config.kv_width),
+        "wo": (config.query_width, d),
+        "q_norm": (config.head_dim,),
+        "k_norm": (config.head_dim,),
+        "mlp_norm": (d,),
+        "gate": (d, e),
+        "w_gate": (e, d, f),
+        "w_up": (e, d, f),
+        "w_down": (e, f, d),
+    }
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Fresh weights.
+
+    Matrices have variance 1/fan_in, those that write to the residual stream 1/(2L) of that
+    (GPT-2's rule), embedding, head and gate `initializer_range`, norms one.
+
+    Args:
+      config: geometry.
+      key: random key.
+
+    Returns:
+      float32 tree as in `params_of`.
+    """
+
+    def normal(index: int, shape: tuple[int, ...], deviation: float) -> jax.Array:
+        return deviation * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+
+    vocab_shape = (config.vocab_size, config.hidden_size)
+    params: Params = {
+        "embed": normal(0, vocab_shape, config.initializer_range),
+        "final_norm": jnp.ones(config.hidden_size, jnp.float32),
+        "layers": [],
+    }
+    if not config.tie_word_embeddings:
+        params["lm_head"] = normal(1, vocab_shape[::-1], config.initializer_range)
+    for layer_index in range(config.num_layers):
+        block: dict[str, jax.Array] = {}
+        for offset, (name, shape) in enumerate(block_shapes(config).items()):
+            index = 2 + layer_index * len(BLOCK_PARAMS) + offset
+            if name.endswith("_norm"):
+                block[name] = jnp.ones(shape, jnp.float32)
+                continue
+            deviation = config.initializer_range if name == "gate" else shape[-2] ** -0.5
+            if name in ("wo", "w_down"):
+                deviation *= (2 * config.num_layers) ** -0.5
+            block[name] = normal(index, shape, deviation)
+        params["layers"].append(block)
+    return params
+
+
+class Block(nnx.Module):
+    """Attention and MoE halves of one layer, each behind its norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array]) -> None:
+        """Holds one layer's weights.
+
+        Args:
+          config: geometry.
+          weights: arrays keyed as `BLOCK_PARAMS`.
+        """
+        self.config = config
+        for name in BLOCK_PARAMS:
+            setattr(self, name, nnx.Param(weights[name]))
+
+    def weights(self) -> dict[str, jax.Array]:
+        """The layer's arrays, keyed as `BLOCK_PARAMS`."""
+        return {name: getattr(self, name)[...] for name in BLOCK_PARAMS}
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, mask: jax.Array, dispatch: Dispatch
+    ) -> tuple[jax.Array, RouterTrace]:
+        """One layer over whole sequences.
+
+        Args:
+          x: [B, T, D] residual stream.
+          cos: [T, Dh/2] float32.
+          sin: [T, Dh/2] float32.
+          mask: [T, T] bool, True where a query (row) may look at a key.
+          dispatch: path to the experts.
+
+        Returns:
+          The new stream [B, T, D] and the gate's decisions over B*T tokens.
+        """
+        config, weights = self.config, self.weights()
+        eps = config.rms_norm_eps
+        normed = layers.rms_norm(x, weights["attn_norm"], eps)
+        q, k, v = layers.project_qkv(normed, weights, cos, sin, head_dim=config.head_dim, eps=eps)
+        x = x + layers.attend(q, k, v, mask) @ weights["wo"]
+
+        tokens = layers.rms_norm(x, weights["mlp_norm"], eps).reshape(-1, config.hidden_size)
+        logits = (tokens @ weights["gate"]).astype(jnp.float32)
+        gates, ids = layers.route(logits, config.num_experts_per_tok, config.norm_topk_prob)
+        experts = (weights["w_gate"], weights["w_up"], weights["w_down"])
+        out, dropped = run_experts(tokens, gates, ids, *experts, dispatch)
+        trace = RouterTrace(logits=logits, weights=gates, ids=ids, dropped=dropped)
+        return x + out.reshape(x.shape), trace
+
+
+class MoeTransformer(nnx.Module):
+    """Decoder-only Mixture-of-Experts language model."""
+
+    def __init__(self, config: ModelConfig, params: Params) -> None:
+        """Holds a model's weights.
+
+        Args:
+          config: geometry.
+          params: tree as in `params_of`.
+        """
+        self.config = config
+        self.embed = nnx.Param(params["embed"])
+        self.final_norm = nnx.Param(params["final_norm"])
+        self.blocks = nnx.List([Block(config, weights) for weights in params["layers"]])
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param(params["lm_head"])
+
+    def __call__(self, tokens: jax.Array, dispatch: Dispatch = DENSE) -> Forward:
+        """Runs whole sequences under a causal mask.
+
+        Args:
+          tokens: [B, T] int32.
+          dispatch: path to the experts; the default is exact.
+
+        Returns:
+          Hidden states and router decisions; `logits` turns the first into scores.
+        """
+        config = self.config
+        length = tokens.shape[1]
+        positions = jnp.arange(length, dtype=jnp.int32)
+        cos, sin = layers.rope_angles(positions, config.head_dim, config.rope_theta)
+        mask = positions[:, None] >= positions[None, :]
+        x = self.embed[...][tokens]
+        routers = []
+        for block in self.blocks:
+            x, trace = block(x, cos, sin, mask, dispatch)
+            routers.append(trace)
+        hidden = layers.rms_norm(x, self.final_norm[...], config.rms_norm_eps)
+        return Forward(hidden=hidden, routers=tuple(routers))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores over the vocabulary.
+
+        Args:
+          hidden: [..., D] from `Forward`.
+
+        Returns:
+          [..., V] float32.
+        """
+        head = self.embed[...].T if self.config.tie_word_embeddings else self.lm_head[...]
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def model_of(config: ModelConfig, params: Params) -> MoeTransformer:
+    """Puts a plain weight tree into modules; the inverse of `params_of`."""
+    return MoeTransformer(config, params)
+
+
+def params_of(model: MoeTransformer) -> Params:
+    """A model's weights as a plain tree, the form the serving step and checkpoints use.
+
+    Args:
+      model: the modules.
+
+    Returns:
+      {"embed": [V, D], "final_norm": [D], "layers": [{"attn_norm": [D], "wq": [D, H*Dh],
+      "wk": [D, Hkv*Dh], "wv": [D, Hkv*Dh], "wo": [H*Dh, D], "q_norm": [Dh], "k_norm": [Dh],
+      "mlp_norm": [D], "gate": [D, E], "w_gate": [E, D, F], "w_up": [E, D, F],
+      "w_down": [E, F, D]}, ...]}, and "lm_head": [D, V] where the head is not tied.
+    """
+    params: Params = {
+        "embed": model.embed[...],
+        "final_norm": model.final_norm[...],
+        "layers": [block.weights() for block in model.blocks],
+    }
+    if not model.config.tie_word_embeddings:
+        params["lm_head"] = model.lm_head[...]
+    return params

@@ -1,0 +1,1 @@
+"""Training of the reference model and the measurements behind its card."""
