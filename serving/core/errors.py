@@ -7,7 +7,9 @@
     |   `-- UnknownModel       no pool serves the named model
     |-- Rejected               the request is fine, the fleet cannot take it now
     |-- LeaseError             a reservation is unknown, expired or held by another
+    |-- DeadlineExceeded       the request's own deadline passed while it was served
     `-- WorkerLost             a worker vanished while it held the request
+        `-- KvLost             the prefill's KV is gone before decode could take it
 
 `serving/rpc/status.py` is the only place that maps these to gRPC codes.
 """
@@ -123,6 +125,23 @@ class LeaseError(EldrError):
         return {"lease_id": self.lease_id, "problem": self.problem}
 
 
+class DeadlineExceeded(EldrError):
+    """The request's own deadline passed while it was served.
+
+    Attributes:
+        num_tokens: output tokens already delivered to the client.
+    """
+
+    reason = "DEADLINE_EXCEEDED"
+
+    def __init__(self, *, num_tokens: int = 0) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(f"the request's deadline passed after {num_tokens} output tokens")
+
+    def facts(self) -> dict[str, str]:
+        return {"num_tokens": str(self.num_tokens)}
+
+
 class WorkerLost(EldrError):
     """A worker vanished while it held the request.
 
@@ -141,6 +160,15 @@ class WorkerLost(EldrError):
 
     def facts(self) -> dict[str, str]:
         return {"worker_id": self.worker_id, "num_tokens": str(self.num_tokens)}
+
+
+class KvLost(WorkerLost):
+    """The KV of a finished prefill is gone before decode could take it: prefill again.
+
+    `worker_id` is the decode worker that was refused.
+    """
+
+    reason = "KV_LOST"
 
 
 def _short(value: object, limit: int = 200) -> str:

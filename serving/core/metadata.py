@@ -6,5 +6,7 @@ PRODUCT = "x-eldr-product"
 DEADLINE_MS = "x-eldr-deadline-ms"
 SESSION = "x-eldr-session"
 MODEL = "x-eldr-model"
+# "allow" or "never": whether a request may be re-run from the tokens so far after a loss.
+RESTART = "x-eldr-restart"
 
-ALL = (TENANT, SLO_CLASS, PRODUCT, DEADLINE_MS, SESSION, MODEL)
+ALL = (TENANT, SLO_CLASS, PRODUCT, DEADLINE_MS, SESSION, MODEL, RESTART)

@@ -1,0 +1,1 @@
+"""The workers as the router knows them: who there is, how they stand, what is reserved."""
