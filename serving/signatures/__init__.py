@@ -1,0 +1,1 @@
+"""What the router knows about experts before it places a request: signatures and regions."""
