@@ -1,0 +1,60 @@
+# The same verbs for people and for CI. Each target creates or refreshes .venv by itself.
+#
+#   make install   environment in .venv (EXTRAS=dev,parity to add extras)
+#   make demo      the main job on an embedded fleet, with a table at the end
+#   make test      unit, property and contract tests
+#   make check     format, lint, types, import contracts, tests: what CI runs
+#   make e2e       real processes, one of them killed
+#   make format    rewrite files in house style
+PYTHON ?= python3.11
+VENV ?= .venv
+EXTRAS ?= dev
+JOBS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+comma := ,
+PACKAGES := kernels eldr_jax bucket_planner calibration serving
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: install demo test check check-matrix format lint types imports e2e bench clean
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m serving.demo_main --out=out/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not parity and not soak"
+
+check: $(STAMP) lint types imports test
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+e2e: $(STAMP)
+	$(BIN)/python -m pytest -q -m e2e tests
+
+# The same gate on a newer Python (and with it jax 0.11), in an environment of its own.
+check-matrix:
+	$(MAKE) check PYTHON=python3.12 VENV=.venv-3.12
+
+clean:
+	rm -rf $(VENV) .venv-3.12 out .pytest_cache .ruff_cache .import_linter_cache .hypothesis
