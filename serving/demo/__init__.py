@@ -1,0 +1,1 @@
+"""The demo: the main job on an embedded fleet, measured and compared."""

@@ -1,0 +1,134 @@
+"""From the workers' own steps to what each request saw, and what each policy cost.
+
+Every time here is on a worker's BUSY clock: the sum of that worker's measured step durations.
+The demo's workers take turns on the same cores, so a wall clock would charge a request for
+steps of workers it never touched. So:
+
+- TPOT of a request: the busy clock of its decode worker from the end of the step that made its
+  first token there to the end of the step that made its last, over the tokens between.
+- TTFT: the busy clock of its prefill worker from the request's arrival there to the end of the
+  step that finished its prompt: queueing behind other prompts included, the hand-over not.
+- distinct experts: of each decode step, the mean over layers of the experts its real tokens
+  touched, WEIGHTED BY TOKENS: mean over decode tokens of the distinct experts of the step that
+  made them. An unweighted mean over steps falls by mere imbalance (many steps of one token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One measured step of one worker.
+
+    Attributes:
+        worker_id: who ran it.
+        kind: "prefill" or "decode".
+        started_s, duration_s: on the worker's busy clock.
+        num_tokens: real tokens.
+        distinct_experts: mean over layers.
+        request_ids: who was in it.
+    """
+
+    worker_id: str
+    kind: str
+    started_s: float
+    duration_s: float
+    num_tokens: int
+    distinct_experts: float
+    request_ids: tuple[str, ...]
+
+    @property
+    def ended_s(self) -> float:
+        """Busy clock at its end."""
+        return self.started_s + self.duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCost:
+    """What one request saw.
+
+    Attributes:
+        request_id: whose.
+        num_decode_tokens: tokens made by decode steps.
+        distinct_experts: mean over those tokens of their step's distinct experts.
+        batch_tokens: mean over those tokens of their step's batch.
+        ttft_s, tpot_s: see the module's text; NaN where too few tokens were made.
+    """
+
+    request_id: str
+    num_decode_tokens: int
+    distinct_experts: float
+    batch_tokens: float
+    ttft_s: float
+    tpot_s: float
+
+
+def request_costs(
+    steps: Sequence[Step], arrived_busy_s: Mapping[str, float]
+) -> dict[str, RequestCost]:
+    """Joins steps by request.
+
+    Args:
+        steps: of all workers, in each worker's order.
+        arrived_busy_s: request id -> busy clock of its prefill worker at its arrival there.
+
+    Returns:
+        One cost for each request that took part in a decode step.
+    """
+    decode: dict[str, list[Step]] = {}
+    prefill_end_s: dict[str, float] = {}
+    for step in steps:
+        for request_id in step.request_ids:
+            if step.kind == "decode":
+                decode.setdefault(request_id, []).append(step)
+            else:
+                prefill_end_s[request_id] = step.ended_s
+    costs = {}
+    for request_id, mine in decode.items():
+        gaps = len(mine) - 1
+        tpot_s = (mine[-1].ended_s - mine[0].ended_s) / gaps if gaps else float("nan")
+        arrived = arrived_busy_s.get(request_id, float("nan"))
+        costs[request_id] = RequestCost(
+            request_id=request_id,
+            num_decode_tokens=len(mine),
+            distinct_experts=float(np.mean([step.distinct_experts for step in mine])),
+            batch_tokens=float(np.mean([step.num_tokens for step in mine])),
+            ttft_s=prefill_end_s.get(request_id, float("nan")) - arrived,
+            tpot_s=tpot_s,
+        )
+    return costs
+
+
+def summarise(
+    costs: Sequence[RequestCost], steps: Sequence[Step], *, num_requests: int, num_failed: int
+) -> dict[str, float]:
+    """The figures of one policy over all its rounds (keys of the demo's summary file)."""
+    tokens = np.array([cost.num_decode_tokens for cost in costs], float)
+    decode = [step for step in steps if step.kind == "decode"]
+    durations_ms = np.array([step.duration_s for step in decode]) * 1e3
+    tpot_ms = np.array([cost.tpot_s for cost in costs]) * 1e3
+    ttft_ms = np.array([cost.ttft_s for cost in costs]) * 1e3
+    return {
+        "distinct_experts_per_step": _weighted([c.distinct_experts for c in costs], tokens),
+        "mean_batch_per_worker": _weighted([c.batch_tokens for c in costs], tokens),
+        "mean_batch_per_step": float(np.mean([step.num_tokens for step in decode])),
+        "step_ms_p50": float(np.median(durations_ms)),
+        "step_ms_mean_by_token": float(
+            np.average(durations_ms, weights=[step.num_tokens for step in decode])
+        ),
+        "tpot_ms_p50": float(np.nanpercentile(tpot_ms, 50)),
+        "tpot_ms_p99": float(np.nanpercentile(tpot_ms, 99)),
+        "ttft_ms_p50": float(np.nanpercentile(ttft_ms, 50)),
+        "ttft_ms_p99": float(np.nanpercentile(ttft_ms, 99)),
+        "num_requests": num_requests,
+        "num_failed": num_failed,
+    }
+
+
+def _weighted(values: Sequence[float], weights: np.ndarray) -> float:
+    return float(np.average(np.asarray(values), weights=weights))
