@@ -44,7 +44,8 @@ def compare_distinct_experts(
     prompts on both sides, so what a prompt costs by itself cancels.
 
     Args:
-        policy, baseline: per round, prompt key -> cost. Prompts missing on one side are left out.
+        policy: per round, prompt key -> cost. Prompts missing on one side are left out.
+        baseline: the same rounds of the policy compared with.
         rng: for the bootstrap.
         num_draws: bootstrap draws.
 

@@ -83,5 +83,5 @@ def test_comparison_of_noise_includes_zero():
 
 @pytest.mark.parametrize(("ours", "theirs"), [([], []), ([_costs([1])], []), ([_costs([1])], [{}])])
 def test_comparison_refuses(ours, theirs):
-    with pytest.raises(ValueError, match="round|positive"):
+    with pytest.raises(ValueError, match=r"round|positive"):
         compare_distinct_experts(ours, theirs, np.random.default_rng(0))
