@@ -1,0 +1,1 @@
+"""Adapters that drive inference engines, one Protocol for all of them."""

@@ -1,0 +1,61 @@
+"""A failed call to an engine, read back into the error tree."""
+
+from __future__ import annotations
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from serving.core.errors import (
+    DeadlineExceeded,
+    EldrError,
+    InvalidRequest,
+    KvLost,
+    Rejected,
+    RejectReason,
+    WorkerLost,
+)
+
+_MAX_DETAIL = 300
+
+
+def engine_error(
+    error: grpc.aio.AioRpcError, worker_id: str, *, deadline_passed: bool = False
+) -> EldrError:
+    """What the failure means for the request.
+
+    Args:
+        error: the failed call.
+        worker_id: the worker called.
+        deadline_passed: whether the request's own deadline is over; only then is the
+            engine's DEADLINE_EXCEEDED the request's fault and not the worker's.
+    """
+    detail = f"{error.code().name}: {(error.details() or '')[:_MAX_DETAIL]}"
+    info = _error_info(error)
+    if info is not None and info.reason == KvLost.reason:
+        return KvLost(worker_id, detail)
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+            facts = dict(info.metadata) if info is not None else {}
+            return InvalidRequest(
+                facts.get("field", "request"),
+                facts.get("value", ""),
+                facts.get("rule", f"refused by worker {worker_id!r}: {detail}"),
+            )
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Rejected(RejectReason.NO_CAPACITY, f"worker {worker_id!r}: {detail}")
+        case grpc.StatusCode.DEADLINE_EXCEEDED if deadline_passed:
+            return DeadlineExceeded()
+    return WorkerLost(worker_id, detail)
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # the peer's rich status contradicts its plain one: trust neither
+        return None
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return info
+    return None

@@ -1,0 +1,184 @@
+"""One request through its engines: prefill, hand-over, decode, and what happens on a loss.
+
+    place prefill -> prefill (one token, KV kept) -> place decode with the live signature
+                  -> decode from that KV -> answers
+
+- A worker that serves both phases runs the whole request in one call; a request for one token
+  ends with its prefill.
+- Loss before the first token of a decode call: the next decode worker, from the same KV where
+  the engine enforces a lease on it, else from a fresh prefill (KV taken twice is silently
+  wrong on engines without leases).
+- Loss after it: prompt plus tokens so far become a new prompt, where the client allowed that;
+  else the loss is reported with the number of tokens already sent.
+- However a request ends, its reservations go back, its engine calls are aborted and its KV is
+  released; those calls run behind it and `settle` waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from serving.core.clock import Clock
+from serving.core.decision import OutcomeStatus
+from serving.core.errors import EldrError, InvalidRequest, Rejected, WorkerLost
+from serving.core.request import Request
+from serving.core.router import Router
+from serving.core.signature import Signature
+from serving.engines.base import Engine
+from serving.engines.journey import Journey
+from serving.signatures.model import SignatureModel
+from serving.signatures.wire import decode_signature
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayConfig:
+    """Limits of the relay.
+
+    Attributes:
+        max_losses: workers one request may lose before the loss is reported.
+        kv_lease_s: how long unpulled KV is trusted on engines that enforce no lease.
+        eos_token_ids: tokens that end an answer by themselves.
+    """
+
+    max_losses: int = 3
+    kv_lease_s: float = 20.0
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class Relay:
+    """Carries requests; one per server, used from its event loop only."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        engines: Mapping[str, Engine],
+        clock: Clock,
+        config: RelayConfig,
+        signature_model: SignatureModel | None = None,
+        on_loss: Callable[[str], None] = lambda worker_id: None,
+    ) -> None:
+        self.router = router
+        self.engines = engines
+        self.clock = clock
+        self.config = config
+        self.signature_model = signature_model
+        self.on_loss = on_loss
+        self._running: dict[str, Journey] = {}
+        self._behind: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests under way."""
+        return len(self._running)
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request of that id is under way."""
+        return request_id in self._running
+
+    async def serve(
+        self,
+        request: Request,
+        template: pb.GenerateRequest,
+        *,
+        forwarded: tuple[tuple[str, str], ...] = (),
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Yields the engines' answers; token ids are never repeated after a restart.
+
+        Closing the iterator early cancels the request everywhere.
+
+        Args:
+            request: the request.
+            template: the client's message (see `EngineCall`).
+            forwarded: trace headers.
+
+        Raises:
+            InvalidRequest: the request cannot be served, or its id is running already.
+            Rejected: the fleet cannot take it now.
+            WorkerLost: lost for good, with the number of tokens already yielded.
+            DeadlineExceeded: its deadline passed.
+        """
+        if request.request_id in self._running:
+            raise InvalidRequest("request_id", request.request_id, "is running already")
+        journey = Journey(self, request, template, forwarded)
+        self._running[request.request_id] = journey
+        try:
+            async with contextlib.aclosing(journey.answers()) as answers:
+                async for answer in answers:
+                    yield answer
+            if journey.stopped:
+                journey.ended(OutcomeStatus.CANCELLED, "ABORTED")
+            else:
+                journey.ended(OutcomeStatus.OK)
+        except EldrError as error:
+            rejected = isinstance(error, Rejected | InvalidRequest) and not journey.num_tokens
+            status = OutcomeStatus.REJECTED if rejected else OutcomeStatus.FAILED
+            journey.ended(status, error.reason)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            journey.ended(OutcomeStatus.CANCELLED, "CANCELLED")
+            raise
+        except BaseException:
+            journey.ended(OutcomeStatus.FAILED, "INTERNAL")
+            raise
+        finally:
+            del self._running[request.request_id]
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a running request; its stream closes with finish_reason "abort".
+
+        Returns:
+            False when no such request runs (which is fine).
+        """
+        journey = self._running.get(request_id)
+        if journey is None:
+            return False
+        journey.stop(None)
+        return True
+
+    def abort_all(self, error: EldrError) -> int:
+        """Ends every running request with `error`; returns how many there were."""
+        for journey in self._running.values():
+            journey.stop(error)
+        return len(self._running)
+
+    def signature_of(self, sent: object, request: Request) -> Signature | None:
+        """The live signature of a prefill answer; None when there is none to trust."""
+        if sent is None or self.signature_model is None:
+            return None
+        try:
+            return decode_signature(
+                sent, model=self.signature_model, num_prompt_tokens=request.num_prompt_tokens
+            )
+        except InvalidRequest as error:
+            # The engine's fault, not the request's: place by what else is known.
+            _log.warning("request %s: signature ignored: %s", request.request_id, error)
+            return None
+
+    async def settle(self) -> None:
+        """Waits for the aborts and releases still under way."""
+        while self._behind:
+            await asyncio.gather(*self._behind, return_exceptions=True)
+
+    def behind(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Runs a clean-up call without anybody waiting for it."""
+        task = asyncio.get_running_loop().create_task(_quietly(work, what))
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+
+async def _quietly(work: Coroutine[Any, Any, None], what: str) -> None:
+    try:
+        await work
+    except WorkerLost as error:
+        # Nothing is left to clean on a worker that is gone; its leases expire by themselves.
+        _log.info("%s: %s", what, error)

@@ -1,0 +1,1 @@
+"""gRPC front doors: convert - call - convert, nothing else."""
