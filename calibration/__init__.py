@@ -1,0 +1,1 @@
+"""Offline binaries: capture expert counts, fit the learned parts, evaluate, benchmark."""

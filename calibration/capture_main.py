@@ -1,0 +1,204 @@
+"""Captures which experts prompts touch in the reference model, for `calibration.fit_main`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from absl import app, flags
+from tokenizers import Tokenizer
+
+from calibration.capture import blocks_for, capture_prompts
+from calibration.captures import CaptureManifest, CaptureWriter, Geometry
+from calibration.progress import progress
+from calibration.prompts import Prompt, corpus_prompts, jsonl_prompts
+from eldr_jax.checkpoint import CheckpointError, load_model_dir
+from eldr_jax.config import ConfigError as ModelConfigError
+from eldr_jax.runner import PagedRunner
+from eldr_jax.training.data import CorpusError
+from serving.core.errors import ArtefactError, ConfigError
+
+_BLOCK_SIZE_TOKENS = 16
+
+_MODEL = flags.DEFINE_string(
+    "model", "configs/artefacts/reference_model", "Folder of the model: weights and tokenizer."
+)
+_OUT = flags.DEFINE_string("out", None, "Empty or new folder for the capture.", required=True)
+_CORPORA = flags.DEFINE_string("corpora", None, "Folder of the corpora to draw prompts from.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL of prompts, instead of --corpora.")
+_SPLIT = flags.DEFINE_enum(
+    "split", "train", ["train", "heldout"], "Side of the split that --corpora draws from."
+)
+_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 1000, "Prompts to draw from --corpora.")
+_MIN_TOKENS = flags.DEFINE_integer("min_prompt_tokens", 32, "Shortest cut of a corpus text.")
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_prompt_tokens", 192, "Longest cut; longer JSONL prompts too."
+)
+_DECODE_TOKENS = flags.DEFINE_integer("decode_tokens", 64, "Decode passes per prompt at most.")
+_MIN_DECODE_TOKENS = flags.DEFINE_integer(
+    "min_decode_tokens", 16, "Decode passes before an end-of-text token may end a prompt."
+)
+_TASK_SHARE = flags.DEFINE_float("task_share", 0.5, "Share of task texts; languages get the rest.")
+_SEED = flags.DEFINE_integer("seed", 0, "Draws the texts and their cuts.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """What to capture; see the flags of the same names.
+
+    Raises:
+        ConfigError: a field breaks its rule.
+    """
+
+    model: str
+    out: str
+    corpora: str | None
+    prompts: str | None
+    split: str
+    num_prompts: int
+    min_prompt_tokens: int
+    max_prompt_tokens: int
+    decode_tokens: int
+    min_decode_tokens: int
+    task_share: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if (self.corpora is None) == (self.prompts is None):
+            raise ConfigError("corpora", self.corpora, "give either --corpora or --prompts")
+        if self.split not in ("train", "heldout"):
+            raise ConfigError("split", self.split, "must be 'train' or 'heldout'")
+        for name in ("num_prompts", "min_prompt_tokens", "decode_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be >= 1")
+        if self.max_prompt_tokens < self.min_prompt_tokens:
+            raise ConfigError(
+                "max_prompt_tokens", self.max_prompt_tokens, "must be >= min_prompt_tokens"
+            )
+        if not 0 <= self.min_decode_tokens <= self.decode_tokens:
+            raise ConfigError(
+                "min_decode_tokens", self.min_decode_tokens, "must lie in [0, decode_tokens]"
+            )
+        if not 0 < self.task_share < 1:
+            raise ConfigError("task_share", self.task_share, "must lie between 0 and 1")
+        if self.seed < 0:
+            raise ConfigError("seed", self.seed, "must be >= 0")
+
+
+def run(config: CaptureConfig) -> CaptureManifest:
+    """Captures and writes.
+
+    Args:
+        config: what to capture.
+
+    Returns:
+        The capture's manifest.
+
+    Raises:
+        EldrError, CheckpointError, CorpusError: bad input, named.
+    """
+    folder = Path(config.model)
+    model_config, params = load_model_dir(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = _prompts(config, tokenizer)
+    num_blocks = blocks_for(prompts, config.decode_tokens, _BLOCK_SIZE_TOKENS)
+    runner = PagedRunner(
+        model_config,
+        params,
+        num_blocks=num_blocks,
+        block_size=_BLOCK_SIZE_TOKENS,
+        token_buckets=(16, 512),
+        max_blocks_per_seq=num_blocks // 16,
+        debug=True,
+    )
+    writer = CaptureWriter(
+        config.out,
+        geometry=Geometry(
+            num_layers=model_config.num_layers,
+            num_experts=model_config.num_experts,
+            top_k=model_config.num_experts_per_tok,
+        ),
+        model_name=folder.name,
+        provenance={
+            "model_sha256": _sha256(folder / "model.safetensors"),
+            "prompts": _describe_prompts(config),
+            "decode": f"greedy, at most {config.decode_tokens} passes, end of text ends it "
+            f"after {config.min_decode_tokens}",
+        },
+    )
+    with progress("capture", len(prompts)) as advance:
+        for capture in capture_prompts(
+            runner,
+            prompts,
+            num_decode_tokens=config.decode_tokens,
+            stop_token=model_config.eos_token_id,
+            min_decode_tokens=config.min_decode_tokens,
+        ):
+            writer.add(capture)
+            advance(1)
+    return writer.close()
+
+
+def _prompts(config: CaptureConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    if config.prompts is not None:
+        return jsonl_prompts(config.prompts, tokenizer, max_tokens=config.max_prompt_tokens)
+    if config.corpora is None:
+        raise ConfigError("corpora", None, "give either --corpora or --prompts")
+    return corpus_prompts(
+        config.corpora,
+        tokenizer,
+        split="heldout" if config.split == "heldout" else "train",
+        num_prompts=config.num_prompts,
+        min_tokens=config.min_prompt_tokens,
+        max_tokens=config.max_prompt_tokens,
+        task_share=config.task_share,
+        seed=config.seed,
+    )
+
+
+def _describe_prompts(config: CaptureConfig) -> str:
+    if config.prompts is not None:
+        return f"{Path(config.prompts).name} sha256 {_sha256(Path(config.prompts))}"
+    return (
+        f"{config.split} split of the corpora, seed {config.seed}, task share "
+        f"{config.task_share:g}, {config.min_prompt_tokens}..{config.max_prompt_tokens} tokens"
+    )
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    try:
+        manifest = run(
+            CaptureConfig(
+                model=_MODEL.value,
+                out=_OUT.value,
+                corpora=_CORPORA.value,
+                prompts=_PROMPTS.value,
+                split=_SPLIT.value,
+                num_prompts=_NUM_PROMPTS.value,
+                min_prompt_tokens=_MIN_TOKENS.value,
+                max_prompt_tokens=_MAX_TOKENS.value,
+                decode_tokens=_DECODE_TOKENS.value,
+                min_decode_tokens=_MIN_DECODE_TOKENS.value,
+                task_share=_TASK_SHARE.value,
+                seed=_SEED.value,
+            )
+        )
+    except (ArtefactError, ConfigError, ModelConfigError, CheckpointError, CorpusError) as error:
+        print(f"capture_main: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"capture_main: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"captured {manifest.num_prompts} prompts into {_OUT.value}")
+
+
+if __name__ == "__main__":
+    app.run(_main)

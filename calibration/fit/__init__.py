@@ -1,0 +1,1 @@
+"""The learned parts, one file each, and the pipeline that fits them from a capture."""
