@@ -14,6 +14,18 @@ import msgspec
 SCHEMA_VERSION = 1
 
 
+class TermKind(enum.Enum):
+    """What a term adds up to.
+
+    COST terms sum to J. SCORE terms join J in a policy's score only (the region prior, tail
+    weighting); INFO terms are printed and enter no sum (what the cached prefix saved).
+    """
+
+    COST = "cost"
+    SCORE = "score"
+    INFO = "info"
+
+
 class CostTerm(msgspec.Struct, frozen=True, kw_only=True):
     """One term of the objective for one candidate; a row an operator can add up by hand.
 
@@ -21,11 +33,13 @@ class CostTerm(msgspec.Struct, frozen=True, kw_only=True):
         name: term name.
         seconds: the physical quantity.
         usd: its price.
+        kind: which sum it belongs to.
     """
 
     name: str
     seconds: float
     usd: float
+    kind: TermKind = TermKind.COST
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +48,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         score: the policy's key, lower is better; None when infeasible.
         why_not: the rule it breaks when infeasible, else "".
-        terms: the objective, term by term; total_usd is their sum.
+        terms: the objective, term by term.
+        total_usd: J, the sum of the COST terms.
         inputs: the view's row behind the terms (running, free blocks, age, cached tokens ...).
     """
 

@@ -43,7 +43,7 @@ class Reservation:
         kv_blocks: KV blocks held for the p95 length, >= 0.
         kv_tokens: context tokens, averaged over the request's life.
         decode_tokens: expected output tokens (decode; 0 in prefill).
-        tokens_per_s: expected decode speed, > 0; the remaining output shrinks with it.
+        tokens_per_s: expected decode speed; the remaining output shrinks with it (0: does not).
         lambda_usd_per_s: price of the request's delay (its class).
         tpot_limit_s: its class's time per output token, seconds; inf for none.
         keep: float32 [M], 1 - q per masked (layer, expert); None without an expert model.
@@ -59,7 +59,7 @@ class Reservation:
     kv_blocks: int = 0
     kv_tokens: float = 0.0
     decode_tokens: float = 0.0
-    tokens_per_s: float = 1.0
+    tokens_per_s: float = 0.0
     lambda_usd_per_s: float = 0.0
     tpot_limit_s: float = float("inf")
     keep: np.ndarray | None = None

@@ -7,11 +7,15 @@ as a row; scores stay arrays. `CostTerm` objects (serving/core/decision.py) are 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from serving.core.costs import WorkerCosts
+from serving.core.decision import TermKind
+from serving.core.experts import ExpertProfiles
 from serving.core.request import Request, SloTarget
 from serving.core.signature import Signature
 from serving.core.worker import FleetView, Phase
@@ -50,6 +54,9 @@ class PlacementContext:
         signature: the request's signature, or None.
         regions: fitted regions, or None (kill switch, or nothing fitted).
         domain: oracle label for the `domain` baseline, "" in production.
+        costs: coefficients and limits per row, or None in a test that prices nothing.
+        experts: decode profiles, or None without an expert model.
+        keep: float32 [M], 1 - q of the request per masked (layer, expert), or None.
     """
 
     request: Request
@@ -63,6 +70,42 @@ class PlacementContext:
     signature: Signature | None = None
     regions: Regions | None = None
     domain: str = ""
+    costs: WorkerCosts | None = None
+    experts: ExpertProfiles | None = None
+    keep: np.ndarray | None = None
+
+    def worker_ids(self) -> tuple[str, ...]:
+        """Ids of the view's rows (the same tuple object while the fleet does not change)."""
+        if self.costs is not None:
+            return self.costs.worker_ids
+        return tuple(worker.worker_id for worker in self.view.workers)
+
+    def decode_tokens_per_s(self, row: int) -> float:
+        """Decode speed a request would see on a row, by the mean number of experts.
+
+        0.0 when nothing is priced.
+        """
+        costs, view = self.costs, self.view
+        if costs is None:
+            return 0.0
+        num = float(view.num_inflight[row]) + 1.0
+        experts = float(costs.total_experts[row]) * (1.0 - float(costs.miss[row]) ** num)
+        step_s = float(costs.step_base_s[row]) + float(costs.expert_s[row]) * experts
+        step_s += float(costs.request_s[row]) * num
+        step_s += float(costs.attention_s[row]) * float(view.kv_tokens[row])
+        step_s *= float(view.speed_factor[row])
+        return 1.0 / step_s if step_s > 0 else 0.0
+
+    def take(self, rows: np.ndarray) -> PlacementContext:
+        """The same choice over the rows int64 [R] only, in that order."""
+        return dataclasses.replace(
+            self,
+            view=self.view.take(rows),
+            feasible=self.feasible.take(rows),
+            cached_tokens=self.cached_tokens.take(rows),
+            transfer_s=self.transfer_s.take(rows),
+            costs=None if self.costs is None else self.costs.take(rows),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,16 +115,33 @@ class TermMatrix:
     Attributes:
         names: T term names, in printing order.
         seconds: float64 [W, T]; the physical quantity behind the term.
-        usd: float64 [W, T]; the same in dollars. J of a worker is its row's sum.
+        usd: float64 [W, T]; the same in dollars. J of a worker is its row's sum over the
+            COST terms.
+        kinds: what each term adds up to; () when all are COST.
+        facts: named float64 [W] arrays behind the terms (step time before and after ...), so
+            that a row can be checked by hand.
     """
 
     names: tuple[str, ...]
     seconds: np.ndarray
     usd: np.ndarray
+    kinds: tuple[TermKind, ...] = ()
+    facts: tuple[tuple[str, np.ndarray], ...] = ()
 
     def total_usd(self) -> np.ndarray:
         """J per worker, float64 [W]."""
-        return self.usd.sum(axis=1)
+        return self._sum(TermKind.COST)
+
+    def score_usd(self) -> np.ndarray:
+        """J plus what enters the score only, float64 [W]."""
+        if TermKind.SCORE not in self.kinds:
+            return self.total_usd()
+        return self.total_usd() + self._sum(TermKind.SCORE)
+
+    def _sum(self, kind: TermKind) -> np.ndarray:
+        if not self.kinds:
+            return self.usd.sum(axis=1)
+        return self.usd @ np.array([float(k is kind) for k in self.kinds])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,6 +155,8 @@ class Ranking:
         unit: unit of `score` ("usd", "requests", "cosine_distance", "draw" ...).
         fallback: why a simpler rule decided ("" when the policy itself did).
         terms: the objective behind the score when the policy computed it, else None.
+        excluded: reason -> bool [W], feasible rows the policy set aside (their score is
+            +inf): not sampled, breaks the class's targets ...
     """
 
     chosen: int
@@ -103,6 +165,7 @@ class Ranking:
     unit: str
     fallback: str = ""
     terms: TermMatrix | None = None
+    excluded: tuple[tuple[str, np.ndarray], ...] = ()
 
 
 class Policy(Protocol):

@@ -18,6 +18,11 @@ from serving.core.worker import FleetView, Phase, WorkerInfo
 class FleetPort(Protocol):
     """Workers and reservations (serving/fleet/fleet.py)."""
 
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """All workers in registration order; the same object until the fleet changes."""
+        ...
+
     def view(self, phase: Phase, now_s: float) -> FleetView:
         """Frozen snapshot of the workers that serve `phase`."""
         ...
@@ -37,6 +42,10 @@ class FleetPort(Protocol):
 
     def lease_of(self, request_id: str, phase: Phase) -> Lease | None:
         """The open lease of a request's phase."""
+        ...
+
+    def started(self, request_id: str, now_s: float) -> None:
+        """The first decode token of a request came at monotonic `now_s`."""
         ...
 
     def renew(self, lease_id: str, expires_at_s: float) -> Lease:

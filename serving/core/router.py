@@ -1,47 +1,575 @@
 """The router: a request's way from arrival to a recorded decision, without I/O.
 
-The public surface first; see `Router`. One event loop owns a router: nothing here locks.
+    1. arrive             the request was frozen at the door
+    2. admit              limits (core/admission.py)
+    3. variant, pool      the routing table's cells, cheapest first; holes are stepped over
+    4. prefill worker     place_prefill
+    5. prefill runs       prefill_done
+    6. decode worker      place_decode
+    7. decode runs        first_token, then done or failed; after a loss place_decode again
+    8. record             a line per stage once the answer is sent, an outcome line at the end
+
+Clock, draws and snapshot are values handed in, so the server and the replay run this same
+code. One event loop owns a router: nothing here locks.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.core.lease import Lease
-from serving.core.placement import Ranking
+from serving.core.admission import check_limits
+from serving.core.clock import Clock
+from serving.core.costs import CostBook
+from serving.core.decision import LogLine, OutcomeRecord, OutcomeStatus
+from serving.core.draws import KeyedDraws
+from serving.core.errors import InvalidRequest, LeaseError, Rejected, RejectReason
+from serving.core.experts import ExpertProfiles
+from serving.core.lease import Lease, Reservation
+from serving.core.placed import Placed, PlacementObserver
+from serving.core.placement import Policy, Regions
+from serving.core.ports import DecisionSink, FleetPort, PrefixIndex
+from serving.core.recording import decision_line, gather
+from serving.core.request import Request
+from serving.core.ring import LineRing
+from serving.core.router_config import SWITCHES, RouterConfig
+from serving.core.routing_table import RoutingTable, TableCell, static_table
+from serving.core.signature import Signature
+from serving.core.stage import Learned, StageChoice, StageChooser, StageInput
 from serving.core.worker import FleetView, Phase, WorkerInfo
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Placed:
-    """One stage placed: enough to dispatch now, and to write the record later.
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request between its first placement and its end."""
 
-    Attributes:
-        request_id, phase: which stage of which request.
-        variant, pool: the global layer's choice.
-        worker: where it goes.
-        lease: its reservation.
-        ranking: the policy's answer over the whole view (arrays).
-        view: the snapshot the ranking indexes.
-        runner_up: next best worker, None when there was no other feasible one.
-        score_delta: runner-up's score minus the winner's, in `unit`; 0.0 without runner-up.
-        unit: unit of the score.
-        block_hashes: uint64 [n], hashes of the prompt's full blocks at the pool's block size.
-        recorded: whether its decision line was written.
+    request: Request
+    cell: TableCell
+    expires_at_s: float
+    placed: dict[Phase, Placed] = field(default_factory=dict)
+    unrecorded: list[Placed] = field(default_factory=list)
+    lost: frozenset[str] = frozenset()
+    retries: int = 0
+
+
+class Router:
+    """Places requests on workers and remembers what it decided.
+
+    Args:
+        fleet: workers and reservations.
+        costs: coefficients per cell.
+        prefill_policy, decode_policy: placement rules.
+        config: see `RouterConfig`.
+        clock: where time comes from.
+        sink: takes decision and outcome lines; None keeps them in the ring only.
+        prefix_index: who holds which prefix; None credits nobody.
+        experts: decode profiles; None scores experts by their mean number.
+        regions: fitted regions for ELDR's rules; None makes those fall back.
+        table: routing table; None is the static fallback over the fleet.
+        fallback_policy: decides while the "policy" switch is off; None keeps the policies.
+        observers: told of each recorded placement.
+        cpu_s: reads CPU seconds for `decide_us`; None records 0.
     """
 
-    request_id: str
-    phase: Phase
-    variant: str
-    pool: str
-    worker: WorkerInfo
-    lease: Lease
-    ranking: Ranking
-    view: FleetView
-    runner_up: WorkerInfo | None
-    score_delta: float
-    unit: str
-    block_hashes: np.ndarray
-    recorded: bool = field(default=False)
+    def __init__(
+        self,
+        fleet: FleetPort,
+        *,
+        costs: CostBook,
+        prefill_policy: Policy,
+        decode_policy: Policy,
+        config: RouterConfig,
+        clock: Clock,
+        sink: DecisionSink | None = None,
+        prefix_index: PrefixIndex | None = None,
+        experts: ExpertProfiles | None = None,
+        regions: Regions | None = None,
+        table: RoutingTable | None = None,
+        fallback_policy: Policy | None = None,
+        observers: tuple[PlacementObserver, ...] = (),
+        cpu_s: Callable[[], float] | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.config = config
+        self._clock = clock
+        self._policies = {Phase.PREFILL: prefill_policy, Phase.DECODE: decode_policy}
+        self._fallback_policy = fallback_policy
+        self._parts = Learned(
+            experts=experts,
+            regions=regions,
+            prefix_index=prefix_index,
+            signature_weight=config.signature_weight,
+        )
+        self._learned = self._parts
+        self._off: tuple[str, ...] = ()
+        self._pushed_table = table
+        self._static: tuple[tuple[WorkerInfo, ...], RoutingTable] | None = None
+        self._chooser = StageChooser(costs, config)
+        self._draws = KeyedDraws(config.seed)
+        self._sequence = 0
+        self._turns = {Phase.PREFILL: 0, Phase.DECODE: 0}
+        self._open: dict[str, _Open] = {}
+        self._sink = sink
+        self._observers = observers
+        self._cpu_s = cpu_s
+        self._unrecorded: deque[Placed] = deque()
+        self._ring = LineRing(config.explain_requests)
+
+    @property
+    def num_open(self) -> int:
+        """Requests placed and not ended."""
+        return len(self._open)
+
+    # The request's way.
+
+    def place_prefill(self, request: Request) -> Placed:
+        """Chooses variant, pool and prefill worker, and reserves it.
+
+        Idempotent: the same request_id with the same prompt gets the same answer until the
+        request ends.
+
+        Raises:
+            InvalidRequest: a limit is broken, or the id is open with another prompt.
+            UnknownModel: nobody serves the model.
+            Rejected: nobody alive, or no room.
+        """
+        known = self._known(request)
+        if known is not None and Phase.PREFILL in known.placed:
+            return known.placed[Phase.PREFILL]
+        return self._place(request, Phase.PREFILL, known)
+
+    def place_decode(
+        self,
+        request: Request,
+        *,
+        signature: Signature | None,
+        prefill_worker_id: str | None,
+        exclude: frozenset[str] = frozenset(),
+    ) -> Placed:
+        """Chooses the decode worker in the request's cell, and reserves it.
+
+        Idempotent like `place_prefill`, unless the worker it was placed on is excluded.
+
+        Args:
+            request: the same request.
+            signature: from prefill, cached blocks or the token table; None without one.
+            prefill_worker_id: whose KV moves; None when not known (yet).
+            exclude: workers that lost this request or refused it; an open decode reservation
+                on one of them is released first and counts as a retry.
+
+        Raises:
+            InvalidRequest, UnknownModel, Rejected: as in `place_prefill`.
+        """
+        known = self._known(request)
+        if known is not None:
+            known.lost |= exclude
+            placed = known.placed.get(Phase.DECODE)
+            if placed is not None and placed.worker.worker_id not in exclude:
+                return placed
+            if placed is not None:
+                self._give_up(known, Phase.DECODE)
+        return self._place(
+            request,
+            Phase.DECODE,
+            known,
+            signature=None if "signature" in self._off else signature,
+            source=self._worker(Phase.PREFILL, prefill_worker_id),
+            exclude=exclude,
+        )
+
+    def prefill_lost(self, request_id: str) -> None:
+        """The prefill worker vanished or refused; `place_prefill` will avoid it."""
+        known = self._open.get(request_id)
+        if known is not None and Phase.PREFILL in known.placed:
+            known.lost |= {known.placed[Phase.PREFILL].worker.worker_id}
+            self._give_up(known, Phase.PREFILL)
+
+    def prefill_done(self, request_id: str) -> None:
+        """Prefill answered: its work no longer waits on that worker."""
+        if self.fleet.release(request_id, Phase.PREFILL) and request_id in self._open:
+            # Nothing is reserved until decode is placed; the request itself still times out.
+            self._open[request_id].expires_at_s = self._clock.monotonic_s() + self.config.lease_s
+
+    def first_token(self, request_id: str) -> None:
+        """The client saw its first token: decode is under way."""
+        self.fleet.release(request_id, Phase.PREFILL)
+        self.fleet.started(request_id, self._clock.monotonic_s())
+
+    def done(
+        self,
+        request_id: str,
+        num_output_tokens: int,
+        ttft_s: float | None,
+        tpot_s: float | None,
+        *,
+        usd: float | None = None,
+    ) -> None:
+        """The request ended well: reservations go back, the outcome line is written."""
+        self._end(
+            request_id,
+            OutcomeStatus.OK,
+            num_output_tokens=num_output_tokens,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            usd=usd,
+        )
+
+    def failed(
+        self,
+        request_id: str,
+        status: OutcomeStatus,
+        error: str,
+        *,
+        num_output_tokens: int = 0,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+    ) -> None:
+        """The request ended otherwise.
+
+        Args:
+            request_id: which; a REJECTED one need not have been placed.
+            status: how.
+            error: reason name of the error tree.
+            num_output_tokens: tokens the client got before.
+            ttft_s: time to the first of them, None without one.
+            tpot_s: time per further one, None without.
+        """
+        self._end(
+            request_id,
+            status,
+            error=error,
+            num_output_tokens=num_output_tokens,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+        )
+
+    # Leases.
+
+    def renew(self, lease_id: str, extend_s: float) -> Lease:
+        """Extends a lease to `extend_s` seconds from now (never shortens it).
+
+        Raises:
+            LeaseError: unknown, released or expired, or `extend_s` is not positive.
+        """
+        if not 0 < extend_s < float("inf"):
+            raise LeaseError(lease_id, f"{extend_s=} must be finite and > 0")
+        lease = self.fleet.renew(lease_id, self._clock.monotonic_s() + extend_s)
+        known = self._open.get(lease.request_id)
+        if known is not None:
+            known.expires_at_s = max(known.expires_at_s, lease.expires_at_s)
+            if lease.phase in known.placed:
+                known.placed[lease.phase].lease = lease
+        return lease
+
+    def expire(self, now_s: float) -> list[Lease]:
+        """Takes back leases whose time is up and ends requests that hold none any more.
+
+        Call it every second or so, with monotonic seconds.
+
+        Returns:
+            The leases taken back.
+        """
+        leases = self.fleet.expire(now_s)
+        for request_id in [r for r, known in self._open.items() if known.expires_at_s <= now_s]:
+            if all(self.fleet.lease_of(request_id, phase) is None for phase in Phase):
+                self._end(request_id, OutcomeStatus.LEASE_EXPIRED, error="LEASE_EXPIRED")
+        return leases
+
+    # Records.
+
+    def record(self, placed: Placed) -> None:
+        """Writes a placed stage's decision line; doing it again is harmless."""
+        evidence = placed.evidence
+        if evidence is None:
+            return
+        self._write(decision_line(placed, evidence, self.config.router_id))
+        placed.evidence = None
+        for observer in self._observers:
+            observer.placed(placed, evidence.context.view.taken_at_s)
+
+    def explain(self, request_id: str) -> list[LogLine]:
+        """Decision and outcome lines of a recent request, oldest first; [] when unknown."""
+        self._record_all()
+        return self._ring.lines(request_id)
+
+    def recent_ids(self) -> list[str]:
+        """Request ids that `explain` still knows, longest untouched first."""
+        self._record_all()
+        return self._ring.request_ids()
+
+    # What operators and learners change live.
+
+    def view(self, phase: Phase) -> FleetView:
+        """The fleet as the next decision would see it."""
+        return self.fleet.view(phase, self._clock.monotonic_s())
+
+    def set_table(self, table: RoutingTable | None) -> None:
+        """A pushed routing table; None returns to the static fallback."""
+        self._pushed_table = table
+
+    def set_regions(self, regions: Regions | None) -> None:
+        """Fitted regions for the next decisions."""
+        self._parts.regions = regions
+        self._apply_switches()
+
+    def set_experts(self, experts: ExpertProfiles | None) -> None:
+        """Decode profiles for the next decisions."""
+        self._parts.experts = experts
+        self._apply_switches()
+
+    def set_signature_weight(self, weight: float) -> None:
+        """Trust in signatures, in [0, 1]; the guard lowers it when steps disagree."""
+        if not 0.0 <= weight <= 1.0:
+            raise ValueError(f"{weight=} must lie in [0, 1]")
+        self._parts.signature_weight = weight
+        self._apply_switches()
+
+    def policy(self, phase: Phase) -> Policy:
+        """The rule that decides a phase now."""
+        if "policy" in self._off and self._fallback_policy is not None:
+            return self._fallback_policy
+        return self._policies[phase]
+
+    def set_policy(self, phase: Phase, policy: Policy) -> None:
+        """The rule for the next decisions of a phase."""
+        self._policies[phase] = policy
+
+    def set_switch(self, name: str, on: bool) -> None:
+        """Turns a part on or off for the next decisions.
+
+        Raises:
+            InvalidRequest: no such switch.
+        """
+        if name not in SWITCHES:
+            raise InvalidRequest("switch", name, f"must be one of {list(SWITCHES)}")
+        off = set(self._off) - {name} if on else set(self._off) | {name}
+        self._off = tuple(sorted(off))
+        self._apply_switches()
+
+    @property
+    def switches_off(self) -> tuple[str, ...]:
+        """Kill switches that are off, sorted."""
+        return self._off
+
+    # Inside.
+
+    def _place(
+        self,
+        request: Request,
+        phase: Phase,
+        known: _Open | None,
+        *,
+        signature: Signature | None = None,
+        source: WorkerInfo | None = None,
+        exclude: frozenset[str] = frozenset(),
+    ) -> Placed:
+        began_s = self._cpu_s() if self._cpu_s is not None else 0.0
+        now_s = self._clock.monotonic_s()
+        table = self._table()
+        if known is None:
+            check_limits(request, self.config.limits, num_open=len(self._open), now_s=now_s)
+            cells = table.cells(request)
+        else:
+            exclude |= known.lost
+            cells = (known.cell,) if known.placed else table.cells(request)
+        view = self.fleet.view(phase, now_s)
+        refused: Rejected | None = None
+        for cell in cells:
+            given = StageInput(
+                request=request,
+                phase=phase,
+                cell=cell,
+                view=view,
+                signature=signature,
+                source=source,
+                exclude=exclude,
+                sequence=self._sequence,
+                turn=self._turns[phase],
+            )
+            try:
+                choice = self._chooser.choose(
+                    given, self.policy(phase), self._learned, self._draws.at(self._sequence)
+                )
+            except Rejected as error:
+                refused = refused or error
+                continue
+            return self._accept(given, choice, known, table.version, began_s)
+        if refused is None:
+            raise Rejected(RejectReason.NO_LIVE_WORKER, f"table {table.version!r} names no cell")
+        raise refused
+
+    def _accept(
+        self,
+        given: StageInput,
+        choice: StageChoice,
+        known: _Open | None,
+        table_version: str,
+        began_s: float,
+    ) -> Placed:
+        """Reserves the chosen worker and keeps what the record will need."""
+        request, phase, view, ranking = given.request, given.phase, given.view, choice.ranking
+        worker = view.workers[ranking.chosen]
+        evidence = gather(
+            choice.context,
+            ranking,
+            choice.found,
+            everyone=self._on_sample(given.sequence),
+            began_s=began_s,
+            cpu_s=self._cpu_s,
+        )
+        lease = self.fleet.reserve(self._reservation(given, choice))
+        self._sequence += 1
+        self._turns[phase] += 1
+        runner_up, delta = None, 0.0
+        if ranking.runner_up >= 0:
+            runner_up = view.workers[ranking.runner_up]
+            delta = float(ranking.score[ranking.runner_up] - ranking.score[ranking.chosen])
+        placed = Placed(
+            request_id=request.request_id,
+            phase=phase,
+            variant=given.cell.variant,
+            pool=given.cell.pool,
+            worker=worker,
+            lease=lease,
+            runner_up=runner_up,
+            score_delta=delta,
+            unit=ranking.unit,
+            fallback=ranking.fallback,
+            block_hashes=choice.block_hashes,
+            cached_tokens=int(choice.context.cached_tokens[ranking.chosen]),
+            sequence=given.sequence,
+            policy=self.policy(phase).name,
+            table_version=table_version,
+            decided_at_s=self._clock.wall_s(),
+            switches=self._off,
+            signature=given.signature,
+            evidence=evidence,
+        )
+        if known is None:
+            known = self._open[request.request_id] = _Open(request, given.cell, lease.expires_at_s)
+        known.cell = given.cell
+        known.placed[phase] = placed
+        known.unrecorded.append(placed)
+        known.expires_at_s = max(known.expires_at_s, lease.expires_at_s)
+        self._unrecorded.append(placed)
+        if len(self._unrecorded) > self.config.max_unrecorded:
+            self.record(self._unrecorded.popleft())
+        return placed
+
+    def _reservation(self, given: StageInput, choice: StageChoice) -> Reservation:
+        request, phase, context = given.request, given.phase, choice.context
+        row = choice.ranking.chosen
+        now_s = given.view.taken_at_s
+        decodes = phase is Phase.DECODE
+        uncached = request.num_prompt_tokens - int(context.cached_tokens[row])
+        length = request.length.mean_tokens
+        return Reservation(
+            lease_id=f"{self.config.router_id}/{given.sequence}",
+            request_id=request.request_id,
+            phase=phase,
+            worker_id=given.view.workers[row].worker_id,
+            reserved_at_s=now_s,
+            expires_at_s=now_s + self.config.lease_s,
+            prefill_tokens=0 if decodes else max(1, uncached),
+            kv_blocks=int(choice.found.kv_blocks[row]),
+            kv_tokens=request.num_prompt_tokens + (0.5 * length if decodes else 0.0),
+            decode_tokens=length if decodes else 0.0,
+            tokens_per_s=context.decode_tokens_per_s(row) if decodes else 0.0,
+            lambda_usd_per_s=context.target.lambda_usd_per_s,
+            tpot_limit_s=context.target.tpot_p99_s,
+            keep=context.keep,
+        )
+
+    def _known(self, request: Request) -> _Open | None:
+        known = self._open.get(request.request_id)
+        if (
+            known is not None
+            and known.request is not request
+            and not np.array_equal(known.request.token_ids, request.token_ids)
+        ):
+            raise InvalidRequest(
+                "request_id", request.request_id, "is open with another prompt; ids are unique"
+            )
+        return known
+
+    def _give_up(self, known: _Open, phase: Phase) -> None:
+        """A stage's worker failed the request: free it, so that it can be placed anew."""
+        self.record(known.placed.pop(phase))
+        self.fleet.release(known.request.request_id, phase)
+        known.retries += 1
+
+    def _end(
+        self,
+        request_id: str,
+        status: OutcomeStatus,
+        *,
+        error: str = "",
+        num_output_tokens: int = 0,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+        usd: float | None = None,
+    ) -> None:
+        known = self._open.pop(request_id, None)
+        if known is None and status is not OutcomeStatus.REJECTED:
+            return
+        retries = 0
+        if known is not None:
+            retries = known.retries
+            for phase in Phase:
+                self.fleet.release(request_id, phase)
+            for placed in known.unrecorded:
+                self.record(placed)
+        self._write(
+            OutcomeRecord(
+                request_id=request_id,
+                ended_at_s=self._clock.wall_s(),
+                status=status,
+                num_output_tokens=num_output_tokens,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+                usd=usd,
+                error=error,
+                retries=retries,
+            )
+        )
+
+    def _worker(self, phase: Phase, worker_id: str | None) -> WorkerInfo | None:
+        """A worker by id; None when it is unknown (it may have left since)."""
+        if worker_id is None:
+            return None
+        workers = self.fleet.view(phase, self._clock.monotonic_s()).workers
+        return next((w for w in workers if w.worker_id == worker_id), None)
+
+    def _table(self) -> RoutingTable:
+        if self._pushed_table is not None and "routing_table" not in self._off:
+            return self._pushed_table
+        workers = self.fleet.workers
+        if self._static is None or self._static[0] is not workers:
+            self._static = (workers, static_table(workers))
+        return self._static[1]
+
+    def _apply_switches(self) -> None:
+        parts, off = self._parts, self._off
+        self._learned = Learned(
+            experts=None if "experts" in off else parts.experts,
+            regions=None if "regions" in off else parts.regions,
+            prefix_index=None if "prefix_index" in off else parts.prefix_index,
+            signature_weight=parts.signature_weight,
+        )
+
+    def _on_sample(self, sequence: int) -> bool:
+        """Whether a decision is recorded with every candidate: a hash, so replays agree."""
+        mixed = (sequence * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+        return mixed < self.config.record_everyone * 2.0**64
+
+    def _record_all(self) -> None:
+        while self._unrecorded:
+            self.record(self._unrecorded.popleft())
+
+    def _write(self, line: LogLine) -> None:
+        self._ring.add(line)
+        if self._sink is not None:
+            self._sink.write(line)

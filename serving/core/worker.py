@@ -8,7 +8,7 @@ array arithmetic. A view is taken once per decision and never written afterwards
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -143,25 +143,82 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Members:
+    """The decode requests reserved on the workers of a view, one row per request.
+
+    Attributes:
+        worker_row: int64 [N], the view's row of each request's worker.
+        remaining_tokens: float64 [N], expected output tokens still to come, >= 1.
+        lambda_usd_per_s: float64 [N], price of each request's delay.
+    """
+
+    worker_row: np.ndarray
+    remaining_tokens: np.ndarray
+    lambda_usd_per_s: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertRows:
+    """What the workers of a decode view are expected to touch; the expert term's state.
+
+    These arrays are the fleet's own and change with the next reservation: read them while
+    deciding, copy the rows a record needs.
+
+    Attributes:
+        survival: float32 [W, M], product over a worker's requests of (1 - q) per masked
+            (layer, expert); the term is linear in it (DESIGN "Placement").
+        survival_sum: float64 [W], row sums of `survival`.
+        num_modelled: int64 [W], requests behind `survival`.
+        survival_prior: float32 [W, M] or None; `survival` times (1 - P)^m of the worker's
+            region.
+        survival_prior_sum: float64 [W] or None, row sums of `survival_prior`.
+        layer_scale: float64 [W]; distinct experts over all layers per one over masked ones.
+    """
+
+    survival: np.ndarray
+    survival_sum: np.ndarray
+    num_modelled: np.ndarray
+    layer_scale: np.ndarray
+    survival_prior: np.ndarray | None = None
+    survival_prior_sum: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray) -> ExpertRows:
+        """A copy of some rows, int64 [R], in that order."""
+        prior, prior_sum = self.survival_prior, self.survival_prior_sum
+        return ExpertRows(
+            survival=self.survival.take(rows, axis=0),
+            survival_sum=self.survival_sum.take(rows),
+            num_modelled=self.num_modelled.take(rows),
+            layer_scale=self.layer_scale.take(rows),
+            survival_prior=None if prior is None else prior.take(rows, axis=0),
+            survival_prior_sum=None if prior_sum is None else prior_sum.take(rows),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FleetView:
     """The candidate workers of one phase at one instant; row i of every array is workers[i].
 
     Attributes:
-        workers: W workers of the phase, in registration order.
+        workers: W workers of the phase, in registration order. The tuple object stays the
+            same while nobody joins, leaves or changes state, so that what follows from it
+            alone can be kept (core/costs.py).
         taken_at_s: monotonic seconds of the snapshot.
         age_s: float64 [W], seconds since each worker's last telemetry; stale is a state.
         accepts: bool [W], READY and not stale beyond the limit.
-        num_running: int32 [W], requests running as last reported.
-        num_waiting: int32 [W], requests queued as last reported.
-        num_inflight: int32 [W], this router's own open reservations plus what other
+        num_running: int64 [W], requests running as last reported.
+        num_waiting: int64 [W], requests queued as last reported.
+        num_inflight: int64 [W], this router's own open reservations plus what other
             routers reported; the load count baselines use.
         queued_prefill_tokens: float64 [W], uncached prompt tokens reserved but not done.
         remaining_decode_tokens: float64 [W], predicted output tokens still to come.
         kv_tokens: float64 [W], context tokens resident or reserved.
         kv_blocks_free: int64 [W], KV blocks neither used nor reserved.
         speed_factor: float64 [W], measured step time over the model's (1.0 = as modelled).
-        survival: float32 [W, M] or None; product over a worker's requests of (1 - q) per
-            masked (layer, expert), the state the expert term is linear in (DESIGN).
+        tpot_limit_s: float64 [W], strictest time per output token among a worker's own
+            reservations, seconds; inf when there is none.
+        members: the open decode reservations behind the sums, or None (prefill).
+        experts: expected experts per worker, or None without an expert model.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -176,25 +233,37 @@ class FleetView:
     kv_tokens: np.ndarray
     kv_blocks_free: np.ndarray
     speed_factor: np.ndarray
-    survival: np.ndarray | None = field(default=None)
+    tpot_limit_s: np.ndarray
+    members: Members | None = None
+    experts: ExpertRows | None = None
 
     def __post_init__(self) -> None:
         num_workers = len(self.workers)
-        for name in (
-            "age_s",
-            "accepts",
-            "num_running",
-            "num_waiting",
-            "num_inflight",
-            "queued_prefill_tokens",
-            "remaining_decode_tokens",
-            "kv_tokens",
-            "kv_blocks_free",
-            "speed_factor",
-        ):
+        for name in _COLUMNS:
             rows = getattr(self, name).shape
             if rows != (num_workers,):
                 raise ValueError(f"{name} has shape {rows}, must be ({num_workers},)")
+
+    def take(self, rows: np.ndarray) -> FleetView:
+        """The rows int64 [R] alone, copied, in that order."""
+        members = self.members
+        if members is not None:
+            new_row = np.full(len(self.workers), -1, np.int64)
+            new_row[rows] = np.arange(len(rows))
+            moved = new_row.take(members.worker_row)
+            stays = (moved >= 0).nonzero()[0]
+            members = Members(
+                worker_row=moved.take(stays),
+                remaining_tokens=members.remaining_tokens.take(stays),
+                lambda_usd_per_s=members.lambda_usd_per_s.take(stays),
+            )
+        return FleetView(
+            workers=tuple(self.workers[row] for row in rows.tolist()),
+            taken_at_s=self.taken_at_s,
+            members=members,
+            experts=None if self.experts is None else self.experts.take(rows),
+            **{name: getattr(self, name).take(rows) for name in _COLUMNS},
+        )
 
     def index_of(self, worker_id: str) -> int:
         """Row of `worker_id`; KeyError when it is not in the view."""
@@ -202,3 +271,18 @@ class FleetView:
             if worker.worker_id == worker_id:
                 return row
         raise KeyError(worker_id)
+
+
+_COLUMNS = (
+    "age_s",
+    "accepts",
+    "num_running",
+    "num_waiting",
+    "num_inflight",
+    "queued_prefill_tokens",
+    "remaining_decode_tokens",
+    "kv_tokens",
+    "kv_blocks_free",
+    "speed_factor",
+    "tpot_limit_s",
+)

@@ -1,0 +1,120 @@
+"""What a request will touch: from its prompt's expert counts to chances per decode step.
+
+    q_r = (c_r + k * D_c) / (n_prompt + k)            (DESIGN "Placement")
+
+Prefill counts c_r over n_prompt tokens are shrunk, with the weight of k tokens, towards D_c,
+the decode profile of the nearest calibration cluster. Pure functions of frozen data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.signature import Signature
+
+MIN_KEEP = 1e-3
+"""Floor of 1 - q: no expert is certain, and the survival rows can take a logarithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertProfiles:
+    """Decode profiles over the masked layers, from calibration.
+
+    Attributes:
+        version: written into decision records.
+        signature_version: version of the signature model its centroids belong to; "" accepts
+            every version (no clusters).
+        num_layers: MoE layers of the model.
+        num_masked_layers: Lm.
+        num_experts, top_k: E and k.
+        mean_profile: float32 [M], chance that one decode token touches each masked
+            (layer, expert), over all calibration requests.
+        shrink_tokens: k of the formula, > 0.
+        centroids: float32 [C, M] unit rows, clusters of calibration signatures; C may be 0.
+        profiles: float32 [C, M], each cluster's decode profile.
+    """
+
+    version: str
+    num_layers: int
+    num_masked_layers: int
+    num_experts: int
+    top_k: int
+    mean_profile: np.ndarray
+    signature_version: str = ""
+    shrink_tokens: float = 512.0
+    centroids: np.ndarray | None = None
+    profiles: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        size = self.num_masked_layers * self.num_experts
+        if self.mean_profile.shape != (size,):
+            raise ValueError(f"mean_profile has shape {self.mean_profile.shape}, must be ({size},)")
+        if not self.shrink_tokens > 0:
+            raise ValueError(f"{self.shrink_tokens=} must be > 0")
+        if (self.centroids is None) != (self.profiles is None):
+            raise ValueError("centroids and profiles come together or not at all")
+        if self.centroids is not None and self.profiles is not None:
+            shape = (len(self.centroids), size)
+            if self.centroids.shape != shape or self.profiles.shape != shape or not shape[0]:
+                raise ValueError(
+                    f"centroids {self.centroids.shape} and profiles {self.profiles.shape} must "
+                    f"both be (C >= 1, {size})"
+                )
+
+    @property
+    def size(self) -> int:
+        """M = Lm * E."""
+        return self.mean_profile.size
+
+    def nearest(self, vector: np.ndarray) -> int:
+        """Cluster of the greatest cosine with float32 [M] `vector`; -1 without clusters."""
+        if self.centroids is None:
+            return -1
+        return int((self.centroids @ vector).argmax())
+
+    def keep(self, signature: Signature | None, *, weight: float = 1.0) -> np.ndarray:
+        """1 - q per masked (layer, expert).
+
+        Args:
+            signature: the request's, or None: the mean profile then.
+            weight: in [0, 1], how far to trust the signature; with its confidence it mixes q
+                with the mean profile (0 is the mean profile alone).
+
+        Returns:
+            float32 [M] in [MIN_KEEP, 1].
+
+        Raises:
+            ValueError: the counts have another size.
+        """
+        trust = 0.0 if signature is None else weight * signature.confidence
+        if signature is None or trust <= 0.0:
+            return np.maximum(np.float32(1.0) - self.mean_profile, np.float32(MIN_KEEP))
+        if signature.counts.size != self.size:
+            raise ValueError(f"signature has {signature.counts.size} counts, must be {self.size}")
+        cluster = self.nearest(signature.vector)
+        profile = self.mean_profile if self.profiles is None else self.profiles[cluster]
+        keep = signature.counts.reshape(-1).astype(np.float32)
+        total = np.float32(signature.num_tokens + self.shrink_tokens)
+        keep *= np.float32(-trust) / total
+        keep += np.float32(1.0)
+        keep -= (np.float32(trust * self.shrink_tokens) / total) * profile
+        if trust < 1.0:
+            keep -= np.float32(1.0 - trust) * self.mean_profile
+        return np.maximum(keep, np.float32(MIN_KEEP), out=keep)
+
+
+def uniform_profiles(
+    *, num_layers: int, num_masked_layers: int, num_experts: int, top_k: int
+) -> ExpertProfiles:
+    """Profiles before any calibration: every expert equally likely, k / E."""
+    size = num_masked_layers * num_experts
+    return ExpertProfiles(
+        version="uniform",
+        num_layers=num_layers,
+        num_masked_layers=num_masked_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        mean_profile=np.full(size, top_k / num_experts, np.float32),
+    )

@@ -1,0 +1,73 @@
+"""A stage that was placed, and who learns from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from serving.core.lease import Lease
+from serving.core.recording import Evidence
+from serving.core.signature import Signature
+from serving.core.worker import Phase, WorkerInfo
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Placed:
+    """One stage placed: enough to dispatch now, and to write the record later.
+
+    Attributes:
+        request_id, phase: which stage of which request.
+        variant, pool: the global layer's choice.
+        worker: where it goes.
+        lease: its reservation.
+        runner_up: next best worker, None when there was no other feasible one.
+        score_delta: runner-up's score minus the winner's, in `unit`; 0.0 without runner-up.
+        unit: unit of the score.
+        fallback: why a simpler rule decided, "" when the policy itself did.
+        block_hashes: uint64 [n], hashes of the prompt's full blocks at the worker's block
+            size; empty without a prefix index or in decode.
+        cached_tokens: prompt tokens the index says the worker holds.
+        sequence: the decision's number; its draws are keyed by it.
+        policy: name of the rule.
+        table_version: routing table consulted.
+        decided_at_s: unix seconds.
+        switches: kill switches that were off.
+        signature: the signature the choice was given.
+        evidence: the arrays behind the choice (context, ranking); None once recorded, so
+            that open requests do not hold on to snapshots.
+    """
+
+    request_id: str
+    phase: Phase
+    variant: str
+    pool: str
+    worker: WorkerInfo
+    lease: Lease
+    runner_up: WorkerInfo | None
+    score_delta: float
+    unit: str
+    fallback: str
+    block_hashes: np.ndarray
+    cached_tokens: int
+    sequence: int
+    policy: str
+    table_version: str
+    decided_at_s: float
+    switches: tuple[str, ...]
+    signature: Signature | None
+    evidence: Evidence | None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the decision line was written."""
+        return self.evidence is None
+
+
+class PlacementObserver(Protocol):
+    """Learns from placements, off the decision path (online regions, drift priors)."""
+
+    def placed(self, placed: Placed, now_s: float) -> None:
+        """One stage was placed and recorded; `now_s` is the snapshot's monotonic time."""
+        ...

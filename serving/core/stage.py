@@ -1,0 +1,206 @@
+"""One stage's choice: a cell and a snapshot in, a ranking and its evidence out.
+
+Steps 3 to 6 of the pipeline for one cell: static rows, prefix credit, hand-over times,
+feasibility, expert chances, then the policy. Caches hold only what follows from the fleet's
+identity (the view's `workers` tuple); everything else is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.block_hash import BlockHasher
+from serving.core.costs import CostBook, WorkerCosts
+from serving.core.experts import ExpertProfiles
+from serving.core.feasibility import (
+    CellRows,
+    Feasibility,
+    cell_rows,
+    feasibility,
+    raise_infeasible,
+)
+from serving.core.placement import PlacementContext, Policy, Ranking, Regions
+from serving.core.ports import PrefixIndex
+from serving.core.request import Request
+from serving.core.router_config import RouterConfig
+from serving.core.routing_table import TableCell
+from serving.core.signature import Signature
+from serving.core.transfer import TransferTimes
+from serving.core.worker import FleetView, Phase, WorkerInfo
+
+NO_HASHES = np.empty(0, np.uint64)
+
+
+@dataclass(slots=True, kw_only=True)
+class Learned:
+    """Parts that change live and can be switched off; a switched-off part is None here.
+
+    Attributes:
+        experts: decode profiles.
+        regions: fitted regions.
+        prefix_index: who holds which prefix.
+        signature_weight: trust in signatures, in [0, 1].
+    """
+
+    experts: ExpertProfiles | None = None
+    regions: Regions | None = None
+    prefix_index: PrefixIndex | None = None
+    signature_weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageInput:
+    """What one choice is about.
+
+    Attributes:
+        request, phase: what is placed.
+        cell: where the global layer sends it.
+        view: the snapshot.
+        signature: the request's, or None.
+        source: prefill worker whose KV moves, or None.
+        exclude: workers that lost this request before.
+        sequence: number of the decision.
+        turn: number of the decision within its phase.
+    """
+
+    request: Request
+    phase: Phase
+    cell: TableCell
+    view: FleetView
+    signature: Signature | None
+    source: WorkerInfo | None
+    exclude: frozenset[str]
+    sequence: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageChoice:
+    """What came out.
+
+    Attributes:
+        context: what the policy saw.
+        ranking: its answer.
+        found: who was feasible.
+        block_hashes: uint64 [n] of the prompt's full blocks, empty when not needed.
+    """
+
+    context: PlacementContext
+    ranking: Ranking
+    found: Feasibility
+    block_hashes: np.ndarray
+
+
+class StageChooser:
+    """Makes choices over snapshots."""
+
+    def __init__(self, costs: CostBook, config: RouterConfig) -> None:
+        self._costs = costs
+        self._config = config
+        self._transfer = TransferTimes(config.links)
+        self._hashers: dict[int, BlockHasher] = {}
+        self._rows: dict[Phase, tuple[WorkerCosts, dict[TableCell, CellRows]]] = {}
+
+    def choose(
+        self, given: StageInput, policy: Policy, learned: Learned, rng: np.random.Generator
+    ) -> StageChoice:
+        """Ranks the workers of one cell.
+
+        Raises:
+            InvalidRequest: the request would not fit an empty fleet.
+            Rejected: nobody in the cell is alive or has room.
+        """
+        request, phase, view = given.request, given.phase, given.view
+        costs, cell = self._static(view, phase, given.cell)
+        target = self._config.targets[request.slo]
+        moves = phase is Phase.DECODE and given.source is not None
+        transfer_s = self._transfer_s(given, view) if moves else np.zeros(len(view.workers))
+        found = feasibility(
+            request,
+            phase,
+            view,
+            costs,
+            cell,
+            self._config.fit,
+            target,
+            transfer_s=transfer_s if moves else None,
+            source=given.source,
+            exclude=given.exclude,
+        )
+        if not found.mask.any():
+            raise_infeasible(request, phase, given.cell, found, costs)
+        hashes, cached = self._cached(given, found, costs, learned.prefix_index)
+        context = PlacementContext(
+            request=request,
+            phase=phase,
+            target=target,
+            view=view,
+            feasible=found.mask,
+            cached_tokens=cached,
+            transfer_s=transfer_s,
+            sequence=given.turn,
+            signature=given.signature,
+            regions=learned.regions,
+            # The oracle label of the `domain` baseline; other policies do not look.
+            domain=request.product,
+            costs=costs,
+            experts=learned.experts,
+            keep=self._keep(given, learned),
+        )
+        ranking = policy.rank(context, rng)
+        return StageChoice(context=context, ranking=ranking, found=found, block_hashes=hashes)
+
+    def _static(
+        self, view: FleetView, phase: Phase, cell: TableCell
+    ) -> tuple[WorkerCosts, CellRows]:
+        """Rows that hold while the fleet does not change."""
+        cached = self._rows.get(phase)
+        if cached is None or cached[0].workers is not view.workers:
+            cached = self._rows[phase] = self._costs.rows(view.workers), {}
+        costs, cells = cached
+        rows = cells.get(cell)
+        if rows is None:
+            rows = cells[cell] = cell_rows(cell, costs)
+        return costs, rows
+
+    def _transfer_s(self, given: StageInput, view: FleetView) -> np.ndarray:
+        source = given.source
+        assert source is not None
+        cost = self._costs.get(source.model, source.hardware)
+        per_token = 0.0 if cost is None else cost.kv_bytes_per_token
+        num_bytes = per_token * given.request.num_prompt_tokens
+        return self._transfer.seconds(num_bytes, source, view.workers)
+
+    def _cached(
+        self,
+        given: StageInput,
+        found: Feasibility,
+        costs: WorkerCosts,
+        index: PrefixIndex | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Block hashes, and prompt tokens each worker holds (int32 [W])."""
+        num = len(given.view.workers)
+        if given.phase is not Phase.PREFILL or index is None:
+            return NO_HASHES, np.zeros(num, np.int32)
+        # One pool is one configuration, so one block size; a stray worker gets no credit.
+        block = int(costs.block_size_tokens[int(found.mask.argmax())])
+        hasher = self._hashers.get(block)
+        if hasher is None:
+            hasher = BlockHasher(block, seed=self._config.hash_seed)
+            self._hashers[block] = hasher
+        request = given.request
+        hashes = hasher.hashes(request.token_ids, salt=request.cache_salt)
+        cached = index.cached_blocks(hashes, given.view.workers).astype(np.int32) * block
+        cached *= costs.block_size_tokens == block
+        return hashes, cached
+
+    def _keep(self, given: StageInput, learned: Learned) -> np.ndarray | None:
+        experts = learned.experts
+        if given.phase is not Phase.DECODE or experts is None or given.view.experts is None:
+            return None
+        signature = given.signature
+        if signature is not None and experts.signature_version not in ("", signature.version):
+            signature = None
+        return experts.keep(signature, weight=learned.signature_weight)

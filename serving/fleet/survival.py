@@ -1,0 +1,189 @@
+"""Expected experts per decode worker, kept as its requests come and go.
+
+A worker's row holds the product of (1 - q) over its open requests: the chance that a step
+leaves each masked (layer, expert) untouched. Joining multiplies the row; leaving subtracts in
+the log domain (float64, where a million joins and leaves drift by less than float32 shows)
+and an emptied worker is reset to exactly 1. Rows stand in the order of the decode view, so the
+view uses the matrix as it is.
+
+The region prior (DESIGN "Placement") is a second matrix, the first times (1 - P)^m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from serving.core.experts import MIN_KEEP
+from serving.core.worker import ExpertRows
+
+
+class SurvivalRows:
+    """Survival vectors of the decode workers.
+
+    Args:
+        size: M, masked layers times experts.
+        layer_scale: distinct experts over all layers per one over the masked layers, for
+            workers whose region gives none; layers / masked layers when nothing is fitted.
+
+    Attributes:
+        size: M.
+        pseudo_members: m, how many requests the region prior weighs as; 0 turns it off.
+        drift_rate: share by which a worker's profile moves towards each request placed on it
+            (0 keeps the fitted profile).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        layer_scale: float = 1.0,
+        pseudo_members: float = 8.0,
+        drift_rate: float = 0.0,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"{size=} must be >= 1")
+        if not layer_scale > 0:
+            raise ValueError(f"{layer_scale=} must be > 0")
+        if pseudo_members < 0:
+            raise ValueError(f"{pseudo_members=} must be >= 0")
+        if not 0.0 <= drift_rate < 1.0:
+            raise ValueError(f"{drift_rate=} must lie in [0, 1)")
+        self.size = size
+        self.pseudo_members = pseudo_members
+        self.drift_rate = drift_rate
+        self._default_scale = layer_scale
+        self._worker_ids: tuple[str, ...] = ()
+        self._row_of: dict[str, int] = {}
+        self._log = np.zeros((0, size), np.float64)
+        self._survival = np.ones((0, size), np.float32)
+        self._sum = np.zeros(0, np.float64)
+        self._num = np.zeros(0, np.int64)
+        self._scale = np.ones(0, np.float64)
+        self._profiles: np.ndarray | None = None
+        self._prior_log = np.zeros((0, size), np.float64)
+        self._prior_survival = np.ones((0, size), np.float32)
+        self._prior_sum = np.zeros(0, np.float64)
+
+    def arrange(self, worker_ids: tuple[str, ...]) -> None:
+        """Puts rows into the order of a new decode view; unknown workers start empty."""
+        if worker_ids == self._worker_ids:
+            return
+        old = [self._row_of.get(worker_id, -1) for worker_id in worker_ids]
+        num, had = len(worker_ids), np.array([row >= 0 for row in old], bool)
+        source = np.array([row for row in old if row >= 0], np.int64)
+
+        def moved(array: np.ndarray, fill: float) -> np.ndarray:
+            fresh = np.full((num, *array.shape[1:]), fill, array.dtype)
+            fresh[had] = array[source]
+            return fresh
+
+        self._log = moved(self._log, 0.0)
+        self._survival = moved(self._survival, 1.0)
+        self._sum = moved(self._sum, float(self.size))
+        self._num = moved(self._num, 0)
+        self._scale = moved(self._scale, self._default_scale)
+        if self._profiles is not None:
+            self._profiles = moved(self._profiles, 0.0)
+            self._prior_log = moved(self._prior_log, 0.0)
+            self._prior_survival = moved(self._prior_survival, 1.0)
+            self._prior_sum = moved(self._prior_sum, float(self.size))
+        self._worker_ids = worker_ids
+        self._row_of = {worker_id: row for row, worker_id in enumerate(worker_ids)}
+
+    def add(self, worker_id: str, keep: np.ndarray) -> None:
+        """A request joins a worker.
+
+        Args:
+            worker_id: a worker of the last `arrange`.
+            keep: float32 [M], 1 - q, in [MIN_KEEP, 1].
+        """
+        row = self._row_of[worker_id]
+        self._log[row] += np.log(keep)
+        survival = self._survival[row]
+        survival *= keep
+        self._sum[row] = survival.sum()
+        self._num[row] += 1
+        if self._profiles is not None:
+            if self.drift_rate > 0.0:
+                profile = self._profiles[row]
+                profile += self.drift_rate * ((1.0 - keep) - profile)
+                self._refresh_prior(row)
+            else:
+                prior = self._prior_survival[row]
+                prior *= keep
+                self._prior_sum[row] = prior.sum()
+
+    def remove(self, worker_id: str, keep: np.ndarray) -> None:
+        """A request leaves a worker; a worker no longer arranged is ignored."""
+        row = self._row_of.get(worker_id)
+        if row is None:
+            return
+        self._num[row] -= 1
+        if self._num[row] <= 0:
+            self._num[row] = 0
+            self._log[row] = 0.0
+        else:
+            self._log[row] -= np.log(keep)
+        self._survival[row] = np.exp(self._log[row])
+        self._sum[row] = self._survival[row].sum()
+        if self._profiles is not None:
+            self._refresh_prior(row)
+
+    def set_profiles(
+        self,
+        profiles: Mapping[str, np.ndarray] | None,
+        layer_scale: Mapping[str, float] | None = None,
+    ) -> None:
+        """Gives workers their region's decode profile.
+
+        Args:
+            profiles: worker id -> float32 [M] in [0, 1], chance that one token of the
+                region's requests touches each expert; None or empty turns the prior off.
+            layer_scale: worker id -> distinct experts over all layers per masked one.
+
+        Raises:
+            ValueError: a profile of another length, or outside [0, 1].
+        """
+        num = len(self._worker_ids)
+        self._scale = np.full(num, self._default_scale)
+        for worker_id, scale in (layer_scale or {}).items():
+            if worker_id in self._row_of:
+                self._scale[self._row_of[worker_id]] = scale
+        if not profiles or self.pseudo_members == 0:
+            self._profiles = None
+            return
+        self._profiles = np.zeros((num, self.size), np.float32)
+        self._prior_log = np.zeros((num, self.size), np.float64)
+        self._prior_survival = np.ones((num, self.size), np.float32)
+        self._prior_sum = np.full(num, float(self.size))
+        for worker_id, profile in profiles.items():
+            if profile.shape != (self.size,):
+                raise ValueError(f"profile of {worker_id!r} has {profile.shape=}, not {self.size=}")
+            if not (profile.min() >= 0.0 and profile.max() <= 1.0):
+                raise ValueError(f"profile of {worker_id!r} must lie in [0, 1]")
+            row = self._row_of.get(worker_id)
+            if row is not None:
+                self._profiles[row] = profile
+        for row in range(num):
+            self._refresh_prior(row)
+
+    def rows(self) -> ExpertRows:
+        """The state as a view carries it; the matrices are not copied."""
+        prior = self._profiles is not None
+        return ExpertRows(
+            survival=self._survival,
+            survival_sum=self._sum.copy(),
+            num_modelled=self._num.copy(),
+            layer_scale=self._scale,
+            survival_prior=self._prior_survival if prior else None,
+            survival_prior_sum=self._prior_sum.copy() if prior else None,
+        )
+
+    def _refresh_prior(self, row: int) -> None:
+        assert self._profiles is not None
+        unused = np.maximum(1.0 - self._profiles[row], MIN_KEEP)
+        self._prior_log[row] = self.pseudo_members * np.log(unused)
+        self._prior_survival[row] = np.exp(self._log[row] + self._prior_log[row])
+        self._prior_sum[row] = self._prior_survival[row].sum()
