@@ -8,7 +8,7 @@ the error tree and the relay decides.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -70,6 +70,8 @@ class EngineCall:
         min_tokens: output tokens before a stop may count; replaces the template's.
         forwarded: trace headers of the client's call.
         switch: ends the call from outside.
+        trailers: filled when the call ends: what the engine says about it beside the answer
+            (trailing metadata `eldr-...`).
     """
 
     engine_request_id: str
@@ -80,6 +82,7 @@ class EngineCall:
     min_tokens: int = 0
     forwarded: tuple[tuple[str, str], ...] = ()
     switch: StopSwitch = field(default_factory=StopSwitch)
+    trailers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,7 +151,7 @@ class Engine(Protocol):
 
     def generate(
         self, call: EngineCall, handover: KvHandover | None = None
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Streams the answer; decode of `handover`'s prefill, or the whole request without.
 
         Closing the iterator early cancels the request on the engine.

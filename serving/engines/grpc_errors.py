@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 
 from serving.core.errors import (
     DeadlineExceeded,
@@ -17,6 +17,7 @@ from serving.core.errors import (
 )
 
 _MAX_DETAIL = 300
+_DETAILS_KEY = "grpc-status-details-bin"
 
 
 def engine_error(
@@ -49,12 +50,25 @@ def engine_error(
     return WorkerLost(worker_id, detail)
 
 
+def rich_details(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    """The google.rpc.Status behind a failed call; empty when the peer sent none.
+
+    A status that cannot be read, or that contradicts the plain one, counts as none.
+    """
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            status = status_pb2.Status()
+            try:
+                status.MergeFromString(value)
+            except DecodeError:
+                break
+            if status.code == error.code().value[0]:
+                return status
+    return status_pb2.Status()
+
+
 def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
-    try:
-        status = rpc_status.from_call(error)
-    except ValueError:  # the peer's rich status contradicts its plain one: trust neither
-        return None
-    for detail in status.details if status is not None else ():
+    for detail in rich_details(error).details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info):
             return info

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,7 @@ class Journey:
         request: Request,
         template: pb.GenerateRequest,
         forwarded: tuple[tuple[str, str], ...],
+        trailers: dict[str, str],
     ) -> None:
         self.stopped = False
         self.num_tokens = 0
@@ -57,6 +58,7 @@ class Journey:
         self._request = request
         self._template = template
         self._forwarded = forwarded
+        self._trailers = trailers
         self._switch = StopSwitch()
         self._stop_error: EldrError | None = None
         self._num_losses = 0
@@ -93,7 +95,7 @@ class Journey:
         self._drop_call()
         self._drop_handover()
 
-    async def answers(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def answers(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The engines' answers over all attempts."""
         while True:
             try:
@@ -118,7 +120,7 @@ class Journey:
             except DeadlineExceeded:
                 raise DeadlineExceeded(num_tokens=self.num_tokens) from None
 
-    async def _attempt(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def _attempt(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._tokens_this_call = 0
         if self._switch.thrown:
             raise CallStopped
@@ -144,7 +146,7 @@ class Journey:
             async for answer in answers:
                 yield answer
 
-    async def _whole(self, worker: WorkerInfo) -> AsyncIterator[pb.GenerateResponse]:
+    async def _whole(self, worker: WorkerInfo) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The whole request in one call on one worker."""
         router, request = self._relay.router, self._request
         if request.max_tokens > 1:
@@ -155,14 +157,14 @@ class Journey:
                 if not self._tokens_this_call:
                     router.prefill_done(request.request_id)
                 yield answer
-        self._calling = None
+        self._finished(Phase.PREFILL, call)
 
     async def _prefill(self, worker: WorkerInfo) -> PrefillResult | None:
         """Runs the prompt; the result itself when the request ended with its first token."""
         relay, request = self._relay, self._request
         engine, call = self._call(worker)
         result = await engine.prefill(call)
-        self._calling = None
+        self._finished(Phase.PREFILL, call)
         self._handover = result.handover
         self._prefill_worker_id = worker.worker_id
         relay.router.prefill_done(request.request_id)
@@ -170,7 +172,7 @@ class Journey:
         ended = result.complete.finish_reason != "length"
         return result if ended and result.handover is None else None
 
-    async def _decode(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def _decode(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Continues from the KV at hand; without any, the decode worker computes the prompt."""
         placed = self._place(Phase.DECODE)
         engine, call = self._call(placed.worker)
@@ -178,7 +180,7 @@ class Journey:
             async for answer in answers:
                 self._handover = None  # the engine took it: nothing is left to give back
                 yield answer
-        self._calling = None
+        self._finished(Phase.DECODE, call)
 
     def _place(self, phase: Phase, *, only: str | None = None) -> Placed:
         """A worker for the request's phase; its record is written behind the dispatch."""
@@ -219,6 +221,15 @@ class Journey:
             forwarded=self._forwarded,
             switch=self._switch,
         )
+
+    def _finished(self, phase: Phase, call: EngineCall) -> None:
+        """An engine call ended well: nothing to abort, and the client learns who ran it."""
+        assert self._calling is not None
+        worker, self._calling = self._calling[0].worker, None
+        self._trailers[f"eldr-{phase.value}-worker"] = worker.worker_id
+        for key, value in call.trailers.items():
+            self._trailers[f"eldr-{phase.value}-{key.removeprefix('eldr-')}"] = value
+        self._trailers["eldr-losses"] = str(self._num_losses)
 
     def _recover(self, error: WorkerLost | Rejected) -> None:
         """Prepares the next attempt after a loss.
@@ -339,7 +350,7 @@ class Journey:
                 self._relay.behind(engine.release(handover), f"release KV on {handover.worker_id}")
 
 
-async def _replay(result: PrefillResult) -> AsyncIterator[pb.GenerateResponse]:
+async def _replay(result: PrefillResult) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The answer of a request that ended with its first token."""
     complete = result.complete
     yield pb.GenerateResponse(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,8 @@ class Relay:
         template: pb.GenerateRequest,
         *,
         forwarded: tuple[tuple[str, str], ...] = (),
-    ) -> AsyncIterator[pb.GenerateResponse]:
+        trailers: dict[str, str] | None = None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields the engines' answers; token ids are never repeated after a restart.
 
         Closing the iterator early cancels the request everywhere.
@@ -100,6 +101,8 @@ class Relay:
             request: the request.
             template: the client's message (see `EngineCall`).
             forwarded: trace headers.
+            trailers: filled with who served it (`eldr-prefill-worker`, `eldr-decode-worker`,
+                `eldr-losses`) and what the engines said beside their answers.
 
         Raises:
             InvalidRequest: the request cannot be served, or its id is running already.
@@ -109,7 +112,9 @@ class Relay:
         """
         if request.request_id in self._running:
             raise InvalidRequest("request_id", request.request_id, "is running already")
-        journey = Journey(self, request, template, forwarded)
+        journey = Journey(
+            self, request, template, forwarded, trailers if trailers is not None else {}
+        )
         self._running[request.request_id] = journey
         try:
             async with contextlib.aclosing(journey.answers()) as answers:

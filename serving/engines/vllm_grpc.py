@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ class VllmGrpcEngine:
 
     async def generate(
         self, call: EngineCall, handover: KvHandover | None = None
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See `Engine.generate`."""
         params: dict[str, Any] | None = None
         if handover is not None:
@@ -197,7 +197,7 @@ class VllmGrpcEngine:
 
     async def _stream(
         self, request: pb.GenerateRequest, call: EngineCall
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Every answer of one Generate call; ends only after the closing message."""
         worker_id = self._worker.worker_id
         remaining_s = call.deadline_s - self._clock.monotonic_s()
@@ -212,7 +212,8 @@ class VllmGrpcEngine:
         try:
             while True:
                 answer = await call.switch.wait(stream.read(), limit_s)
-                if answer is grpc.aio.EOF:
+                if not isinstance(answer, pb.GenerateResponse):  # end of the stream
+                    call.trailers.update(_eldr_trailers(await stream.trailing_metadata()))
                     break
                 completed = completed or answer.HasField("complete")
                 if answer.HasField("complete") and answer.complete.finish_reason == _BROKEN_FINISH:
@@ -236,6 +237,22 @@ class VllmGrpcEngine:
             detail = f"{error.code().name}: {error.details()}"
             raise WorkerLost(self._worker.worker_id, detail) from error
 
+    def _report(self, answer: pb.GetLoadsResponse) -> LoadReport:
+        """Load over the worker's data-parallel ranks."""
+        loads, capabilities = answer.loads, self._worker.capabilities
+        total = sum(load.max_total_num_tokens for load in loads)
+        if total:
+            used_tokens = sum(load.num_used_tokens for load in loads)
+            used_blocks = math.ceil(used_tokens / capabilities.block_size_tokens)
+        else:  # an engine that reports only the share
+            usage = sum(load.token_usage for load in loads) / max(1, len(loads))
+            used_blocks = math.ceil(usage * capabilities.num_kv_blocks)
+        return LoadReport(
+            num_running=sum(load.num_running_reqs for load in loads),
+            num_waiting=sum(load.num_waiting_reqs for load in loads),
+            kv_blocks_used=max(0, used_blocks),
+        )
+
     def _hand_over_params(self, complete: pb.GenerateComplete) -> dict[str, Any]:
         if not complete.kv_transfer_params_json:
             return {}
@@ -245,3 +262,11 @@ class VllmGrpcEngine:
             raise WorkerLost(
                 self._worker.worker_id, f"kv_transfer_params_json is no JSON object: {error}"
             ) from error
+
+
+def _eldr_trailers(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    return {
+        key: value
+        for key, value in metadata or ()
+        if key.startswith("eldr-") and isinstance(value, str)
+    }

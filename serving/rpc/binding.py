@@ -96,13 +96,15 @@ def _handler(
 def _deserializer(
     message: proto_descriptor.Descriptor,
 ) -> Callable[[bytes], proto_message.Message | Malformed]:
-    parse = message_factory.GetMessageClass(message).FromString
+    new_message = message_factory.GetMessageClass(message)
 
     def deserialize(data: bytes) -> proto_message.Message | Malformed:
+        parsed_message = new_message()
         try:
-            return parse(data)
+            parsed_message.MergeFromString(data)
         except proto_message.DecodeError:
             return Malformed(message_name=message.full_name, num_bytes=len(data))
+        return parsed_message
 
     return deserialize
 

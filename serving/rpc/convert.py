@@ -16,7 +16,7 @@ from serving.core.worker import FleetView
 from serving.proto import router_pb2
 from serving.rpc.metadata import CallMetadata
 
-_MAX_REQUEST_ID = 256
+_MAX_REQUEST_ID = 240  # engines take 256; an attempt's suffix must fit
 _MAX_INT32 = np.iinfo(np.int32).max
 
 
@@ -87,7 +87,7 @@ def generate_request(
         token_ids,
         max_tokens,
         call.model,
-        "",
+        call.cache_salt,
         call,
         limits,
         now_s,
@@ -113,12 +113,18 @@ def route_request(
     if message.stage not in router_pb2.RouteRequest.Stage.values():
         known = ", ".join(router_pb2.RouteRequest.Stage.keys())
         raise InvalidRequest("stage", message.stage, f"must be one of {known}")
+    if message.cache_salt and call.cache_salt and message.cache_salt != call.cache_salt:
+        raise InvalidRequest(
+            "cache_salt",
+            message.cache_salt,
+            f"must equal the metadata's x-eldr-cache-salt {call.cache_salt!r}",
+        )
     return _request(
         message.request_id,
         prompt_array(message.token_ids),
         message.max_tokens,
         message.model or call.model,
-        message.cache_salt,
+        message.cache_salt or call.cache_salt,
         call,
         limits,
         now_s,

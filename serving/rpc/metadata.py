@@ -24,7 +24,8 @@ class CallMetadata:
     Attributes:
         deadline_s: monotonic seconds, inf when none was given.
         allow_restart: None when the client did not say.
-        forwarded: trace headers handed on to engines.
+        cache_salt: separates prefix caches, "" shares.
+        forwarded: trace headers and cache salt, handed on to engines.
     """
 
     tenant: str = ""
@@ -34,6 +35,7 @@ class CallMetadata:
     model: str = ""
     deadline_s: float = math.inf
     allow_restart: bool | None = None
+    cache_salt: str = ""
     forwarded: tuple[tuple[str, str], ...] = ()
 
 
@@ -56,6 +58,9 @@ def parse(metadata: Iterable[tuple[str, str | bytes]], *, now_s: float) -> CallM
             forwarded.append((key, value))
     if not values and not forwarded:
         return CallMetadata()
+    salt = values.get(keys.CACHE_SALT, "")
+    if salt:
+        forwarded.append((keys.CACHE_SALT, salt))
     return CallMetadata(
         tenant=values.get(keys.TENANT, ""),
         slo=_slo(values.get(keys.SLO_CLASS)),
@@ -64,6 +69,7 @@ def parse(metadata: Iterable[tuple[str, str | bytes]], *, now_s: float) -> CallM
         model=values.get(keys.MODEL, ""),
         deadline_s=_deadline_s(values.get(keys.DEADLINE_MS), now_s),
         allow_restart=_allow_restart(values.get(keys.RESTART)),
+        cache_salt=salt,
         forwarded=tuple(forwarded),
     )
 

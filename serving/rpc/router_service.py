@@ -40,12 +40,12 @@ class _OpenRoute:
 
     Attributes:
         request: as placed.
-        stage: what the client asked to place.
+        prefill_only: the client asked to place decode later.
         prefill, decode: the placements, decode None until placed.
     """
 
     request: Request
-    stage: int
+    prefill_only: bool
     prefill: Placed
     decode: Placed | None = None
 
@@ -186,10 +186,11 @@ class RouterService:
         request = convert.route_request(
             message, call, self._limits, now_s=self._clock.monotonic_s()
         )
+        prefill_only = message.stage == pb.RouteRequest.STAGE_PREFILL
         route = self._open.get(request.request_id)
         if route is None:
-            route = self._place(request, message.stage)
-        elif not _same(route, request, message.stage):
+            route = self._place(request, prefill_only)
+        elif not _same(route, request, prefill_only):
             raise InvalidRequest(
                 "request_id",
                 request.request_id,
@@ -197,14 +198,14 @@ class RouterService:
             )
         return self._answer(route)
 
-    def _place(self, request: Request, stage: int) -> _OpenRoute:
+    def _place(self, request: Request, prefill_only: bool) -> _OpenRoute:
         if self._relay.runs(request.request_id):
             raise InvalidRequest("request_id", request.request_id, "is running through Generate")
         route = _OpenRoute(
-            request=request, stage=stage, prefill=self._router.place_prefill(request)
+            request=request, prefill_only=prefill_only, prefill=self._router.place_prefill(request)
         )
         self._record(route.prefill)
-        if stage != pb.RouteRequest.STAGE_PREFILL:
+        if not prefill_only:
             try:
                 self._place_decode(route, None)
             except Exception:
@@ -236,7 +237,7 @@ class RouterService:
         )
 
     def _placement(self, placed: Placed) -> pb.Placement:
-        lease = self._router.lease_of(placed.request_id, placed.phase) or placed.lease
+        lease = self._router.fleet.lease_of(placed.request_id, placed.phase) or placed.lease
         return convert.placement(placed, lease, now_s=self._clock.monotonic_s())
 
     def _held(self, message: pb.ReportRequest) -> _OpenRoute:
@@ -270,10 +271,10 @@ class RouterService:
         return self._relay.signature_of(params.get("eldr_sig"), request)
 
 
-def _same(route: _OpenRoute, request: Request, stage: int) -> bool:
+def _same(route: _OpenRoute, request: Request, prefill_only: bool) -> bool:
     known = route.request
     return (
-        route.stage == stage
+        route.prefill_only == prefill_only
         and known.max_tokens == request.max_tokens
         and known.cache_salt == request.cache_salt
         and known.token_ids.tobytes() == request.token_ids.tobytes()

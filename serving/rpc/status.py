@@ -21,7 +21,6 @@ import uuid
 from typing import NoReturn
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -97,13 +96,14 @@ def rich_status(error: BaseException) -> status_pb2.Status:
     """The google.rpc.Status of an error, with ErrorInfo and RetryInfo where they apply."""
     shown = public(error)
     status = status_pb2.Status(code=code_of(shown).value[0], message=str(shown))
-    info = error_details_pb2.ErrorInfo(reason=shown.reason, domain=DOMAIN, metadata=shown.facts())
-    status.details.append(_packed(info))
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=shown.reason, domain=DOMAIN, metadata=shown.facts())
+    )
     delay_s = retry_after_s(shown)
     if delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(max(1, round(delay_s * 1000)))
-        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(max(1, round(delay_s * 1000)))
+        status.details.add().Pack(retry)
     return status
 
 
@@ -129,9 +129,3 @@ class _Internal(EldrError):
 
     def facts(self) -> dict[str, str]:
         return {"incident": self.incident}
-
-
-def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed

@@ -83,12 +83,16 @@ class VllmFront:
             token_ids = await self._token_ids(message)
             request = convert.generate_request(message, token_ids, call, self._limits, now_s=now_s)
             book = AnswerBook(num_prompt_tokens=len(token_ids), stream=message.stream)
-            answers = self._relay.serve(request, message, forwarded=call.forwarded)
+            trailers: dict[str, str] = {}
+            answers = self._relay.serve(
+                request, message, forwarded=call.forwarded, trailers=trailers
+            )
             async with contextlib.aclosing(answers):
                 async for answer in answers:
                     shown = book.take(answer)
                     if shown is not None:
                         yield shown
+            context.set_trailing_metadata(tuple(trailers.items()))
 
     async def Abort(
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext

@@ -1,0 +1,1 @@
+"""Small clients that show how the doors are used."""
