@@ -51,7 +51,6 @@ class _Open:
     expires_at_s: float
     placed: dict[Phase, Placed] = field(default_factory=dict)
     unrecorded: list[Placed] = field(default_factory=list)
-    lost: frozenset[str] = frozenset()
     retries: int = 0
 
 
@@ -125,11 +124,19 @@ class Router:
 
     # The request's way.
 
-    def place_prefill(self, request: Request) -> Placed:
+    def place_prefill(
+        self, request: Request, *, exclude: frozenset[str] = frozenset()
+    ) -> Placed:
         """Chooses variant, pool and prefill worker, and reserves it.
 
-        Idempotent: the same request_id with the same prompt gets the same answer until the
-        request ends.
+        Idempotent: the same request_id with the same prompt gets the same answer while its
+        reservation is open. A prompt that continues the open one (a re-run from the tokens
+        so far) is placed anew.
+
+        Args:
+            request: what to place.
+            exclude: workers that lost this request or refused it; a reservation on one of
+                them is given back first and counts as a retry.
 
         Raises:
             InvalidRequest: a limit is broken, or the id is open with another prompt.
@@ -137,9 +144,10 @@ class Router:
             Rejected: nobody alive, or no room.
         """
         known = self._known(request)
-        if known is not None and Phase.PREFILL in known.placed:
-            return known.placed[Phase.PREFILL]
-        return self._place(request, Phase.PREFILL, known)
+        placed = self._still_placed(known, Phase.PREFILL, exclude)
+        if placed is not None:
+            return placed
+        return self._place(request, Phase.PREFILL, known, exclude=exclude)
 
     def place_decode(
         self,
@@ -151,41 +159,45 @@ class Router:
     ) -> Placed:
         """Chooses the decode worker in the request's cell, and reserves it.
 
-        Idempotent like `place_prefill`, unless the worker it was placed on is excluded.
+        Idempotent like `place_prefill`.
 
         Args:
             request: the same request.
             signature: from prefill, cached blocks or the token table; None without one.
             prefill_worker_id: whose KV moves; None when not known (yet).
-            exclude: workers that lost this request or refused it; an open decode reservation
-                on one of them is released first and counts as a retry.
+            exclude: as in `place_prefill`.
 
         Raises:
             InvalidRequest, UnknownModel, Rejected: as in `place_prefill`.
         """
         known = self._known(request)
-        if known is not None:
-            known.lost |= exclude
-            placed = known.placed.get(Phase.DECODE)
-            if placed is not None and placed.worker.worker_id not in exclude:
-                return placed
-            if placed is not None:
-                self._give_up(known, Phase.DECODE)
+        placed = self._still_placed(known, Phase.DECODE, exclude)
+        if placed is not None:
+            return placed
+        source = None if prefill_worker_id is None else self.fleet.find(prefill_worker_id)
         return self._place(
             request,
             Phase.DECODE,
             known,
             signature=None if "signature" in self._off else signature,
-            source=self._worker(Phase.PREFILL, prefill_worker_id),
+            source=source,
             exclude=exclude,
         )
 
-    def prefill_lost(self, request_id: str) -> None:
-        """The prefill worker vanished or refused; `place_prefill` will avoid it."""
-        known = self._open.get(request_id)
-        if known is not None and Phase.PREFILL in known.placed:
-            known.lost |= {known.placed[Phase.PREFILL].worker.worker_id}
-            self._give_up(known, Phase.PREFILL)
+    def restart(self, request: Request) -> None:
+        """The request runs again from its prefill; both stages are given up, as one retry.
+
+        Args:
+            request: under the same id; its prompt may have grown by the tokens so far. Workers
+                that lost the request before stay avoided.
+        """
+        known = self._open.get(request.request_id)
+        if known is None:
+            return
+        retries = known.retries + 1
+        for phase in tuple(known.placed):
+            self._give_up(known, phase)
+        known.request, known.retries = request, retries
 
     def prefill_done(self, request_id: str) -> None:
         """Prefill answered: its work no longer waits on that worker."""
@@ -373,7 +385,6 @@ class Router:
             check_limits(request, self.config.limits, num_open=len(self._open), now_s=now_s)
             cells = table.cells(request)
         else:
-            exclude |= known.lost
             cells = (known.cell,) if known.placed else table.cells(request)
         view = self.fleet.view(phase, now_s)
         refused: Rejected | None = None
@@ -484,19 +495,35 @@ class Router:
         )
 
     def _known(self, request: Request) -> _Open | None:
+        """The open request of this id, moved on to a continuation of its prompt if it is one."""
         known = self._open.get(request.request_id)
-        if (
-            known is not None
-            and known.request is not request
-            and not np.array_equal(known.request.token_ids, request.token_ids)
-        ):
+        if known is None or known.request is request:
+            return known
+        had = known.request.token_ids
+        if not np.array_equal(had, request.token_ids[: had.size]):
             raise InvalidRequest(
                 "request_id", request.request_id, "is open with another prompt; ids are unique"
             )
+        if request.token_ids.size > had.size:
+            for phase in tuple(known.placed):
+                self._give_up(known, phase)
+        known.request = request
         return known
 
+    def _still_placed(
+        self, known: _Open | None, phase: Phase, exclude: frozenset[str]
+    ) -> Placed | None:
+        """A stage's open placement; one that failed is freed, to be placed anew."""
+        placed = None if known is None else known.placed.get(phase)
+        if known is None or placed is None:
+            return None
+        lease = self.fleet.lease_of(known.request.request_id, phase)
+        if lease is not None and lease.worker_id not in exclude:
+            return placed
+        self._give_up(known, phase)
+        return None
+
     def _give_up(self, known: _Open, phase: Phase) -> None:
-        """A stage's worker failed the request: free it, so that it can be placed anew."""
         self.record(known.placed.pop(phase))
         self.fleet.release(known.request.request_id, phase)
         known.retries += 1
@@ -535,13 +562,6 @@ class Router:
                 retries=retries,
             )
         )
-
-    def _worker(self, phase: Phase, worker_id: str | None) -> WorkerInfo | None:
-        """A worker by id; None when it is unknown (it may have left since)."""
-        if worker_id is None:
-            return None
-        workers = self.fleet.view(phase, self._clock.monotonic_s()).workers
-        return next((w for w in workers if w.worker_id == worker_id), None)
 
     def _table(self) -> RoutingTable:
         if self._pushed_table is not None and "routing_table" not in self._off:
