@@ -124,9 +124,7 @@ class Router:
 
     # The request's way.
 
-    def place_prefill(
-        self, request: Request, *, exclude: frozenset[str] = frozenset()
-    ) -> Placed:
+    def place_prefill(self, request: Request, *, exclude: frozenset[str] = frozenset()) -> Placed:
         """Chooses variant, pool and prefill worker, and reserves it.
 
         Idempotent: the same request_id with the same prompt gets the same answer while its
@@ -156,6 +154,7 @@ class Router:
         signature: Signature | None,
         prefill_worker_id: str | None,
         exclude: frozenset[str] = frozenset(),
+        only: str | None = None,
     ) -> Placed:
         """Chooses the decode worker in the request's cell, and reserves it.
 
@@ -184,17 +183,20 @@ class Router:
             exclude=exclude,
         )
 
-    def restart(self, request: Request) -> None:
+    def restart(self, request: Request, *, lost: str = "") -> None:
         """The request runs again from its prefill; both stages are given up, as one retry.
 
         Args:
-            request: under the same id; its prompt may have grown by the tokens so far. Workers
-                that lost the request before stay avoided.
+            request: under the same id; its prompt may have grown by the tokens so far.
+            lost: the worker that lost it, avoided like those that lost it before; "" when
+                none did.
         """
         known = self._open.get(request.request_id)
         if known is None:
             return
         retries = known.retries + 1
+        if lost:
+            known.lost |= {lost}
         for phase in tuple(known.placed):
             self._give_up(known, phase)
         known.request, known.retries = request, retries
@@ -507,6 +509,7 @@ class Router:
         if request.token_ids.size > had.size:
             for phase in tuple(known.placed):
                 self._give_up(known, phase)
+            known.retries += 1
         known.request = request
         return known
 
@@ -521,12 +524,12 @@ class Router:
         if lease is not None and lease.worker_id not in exclude:
             return placed
         self._give_up(known, phase)
+        known.retries += 1
         return None
 
     def _give_up(self, known: _Open, phase: Phase) -> None:
         self.record(known.placed.pop(phase))
         self.fleet.release(known.request.request_id, phase)
-        known.retries += 1
 
     def _end(
         self,
