@@ -165,6 +165,7 @@ class Router:
             signature: from prefill, cached blocks or the token table; None without one.
             prefill_worker_id: whose KV moves; None when not known (yet).
             exclude: as in `place_prefill`.
+            only: the one worker to consider: an aggregated worker decodes what it prefilled.
 
         Raises:
             InvalidRequest, UnknownModel, Rejected: as in `place_prefill`.
@@ -173,6 +174,8 @@ class Router:
         placed = self._still_placed(known, Phase.DECODE, exclude)
         if placed is not None:
             return placed
+        if only is not None:
+            exclude |= {w.worker_id for w in self.fleet.workers if w.worker_id != only}
         source = None if prefill_worker_id is None else self.fleet.find(prefill_worker_id)
         return self._place(
             request,
@@ -182,24 +185,6 @@ class Router:
             source=source,
             exclude=exclude,
         )
-
-    def restart(self, request: Request, *, lost: str = "") -> None:
-        """The request runs again from its prefill; both stages are given up, as one retry.
-
-        Args:
-            request: under the same id; its prompt may have grown by the tokens so far.
-            lost: the worker that lost it, avoided like those that lost it before; "" when
-                none did.
-        """
-        known = self._open.get(request.request_id)
-        if known is None:
-            return
-        retries = known.retries + 1
-        if lost:
-            known.lost |= {lost}
-        for phase in tuple(known.placed):
-            self._give_up(known, phase)
-        known.request, known.retries = request, retries
 
     def prefill_done(self, request_id: str) -> None:
         """Prefill answered: its work no longer waits on that worker."""
