@@ -23,6 +23,10 @@ class FleetPort(Protocol):
         """All workers in registration order; the same object until the fleet changes."""
         ...
 
+    def find(self, worker_id: str) -> WorkerInfo | None:
+        """A worker by id; None when it is not in the fleet (any more)."""
+        ...
+
     def view(self, phase: Phase, now_s: float) -> FleetView:
         """Frozen snapshot of the workers that serve `phase`."""
         ...

@@ -120,6 +120,10 @@ class Fleet:
             self._arrange(self.survival)
             self.survival.set_profiles(profiles, layer_scale)
 
+    def find(self, worker_id: str) -> WorkerInfo | None:
+        """A worker by id; None when it is not in the fleet (any more)."""
+        return self.registry.get(worker_id) if worker_id in self.registry else None
+
     def view(self, phase: Phase, now_s: float) -> FleetView:
         """Frozen snapshot of the workers that serve `phase` (a few array copies)."""
         index = self.registry.phase_index(phase)

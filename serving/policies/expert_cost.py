@@ -1,0 +1,183 @@
+"""The objective itself: the worker of the lowest J, with the experts it will touch priced in.
+
+DESIGN "Placement": J in dollars, term by term (serving/core/objective.py), plus what joins it
+in the score only (region prior, tail weighting). Workers that would break the class's targets
+are set aside unless all would. In a large cell only a sample is priced: the workers whose
+regions are nearest to the request's calibration cluster, and the least loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core import objective
+from serving.core.placement import PlacementContext, Ranking, Regions, TermMatrix
+from serving.core.worker import Phase, WorkerInfo
+from serving.policies.picking import no_feasible, rank_by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCostOptions:
+    """What an operator may choose.
+
+    Attributes:
+        score: region prior and tail weighting.
+        max_spread: decode only; sets aside workers holding more than 1.25 times the mean
+            number of requests plus 2. For interactive cells; packing cells leave it off.
+        sample_above: price a sample when more rows than this are feasible.
+        num_near: rows of a sample taken for their region.
+        num_light: rows of a sample taken for their load.
+        sample_small: price a random half of a cell that is not sampled otherwise, which
+            spreads the choices of several routers with the same stale view.
+    """
+
+    score: objective.ScoreOptions = objective.ScoreOptions()
+    max_spread: bool = False
+    sample_above: int = 128
+    num_near: int = 32
+    num_light: int = 32
+    sample_small: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sample_above", "num_near", "num_light"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be >= 2")
+
+
+class ExpertCost:
+    """Lowest J; see the module."""
+
+    name = "expert_cost"
+
+    def __init__(self, options: ExpertCostOptions | None = None) -> None:
+        self.options = options or ExpertCostOptions()
+        self._nearest = _RegionOrder()
+
+    def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
+        """See `serving.core.placement.Policy`."""
+        rows = self._sample(context, rng)
+        if rows is None:
+            return self._price(context, rng)
+        return _spread(self._price(context.take(rows), rng), context, rows)
+
+    def _price(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
+        matrix = objective.terms(context, self.options.score)
+        score = matrix.score_usd()
+        excluded: list[tuple[str, np.ndarray]] = []
+        fallback = ""
+        allowed = context.feasible
+        if self.options.max_spread and context.phase is Phase.DECODE:
+            num = context.view.num_inflight
+            crowded = num > 1.25 * num[context.feasible].mean() + 2.0
+            excluded.append(("max_spread", crowded & allowed))
+            allowed = allowed & ~crowded
+        breaks = objective.breaks_target(context, matrix)
+        keeps = allowed & ~breaks
+        if keeps.any():
+            if keeps.sum() < allowed.sum():
+                excluded.append(("breaks_target", breaks & allowed))
+            allowed = keeps
+        else:
+            fallback = "every_worker_breaks_target"
+        if excluded:
+            score = np.where(allowed, score, np.inf)
+        return rank_by(
+            score,
+            context,
+            rng,
+            unit="usd",
+            fallback=fallback,
+            terms=matrix,
+            excluded=tuple(excluded),
+        )
+
+    def _sample(self, context: PlacementContext, rng: np.random.Generator) -> np.ndarray | None:
+        """Rows to price, int64 [R] ascending; None prices all."""
+        options = self.options
+        rows = context.feasible.nonzero()[0]
+        num = len(rows)
+        if num == 0:
+            raise no_feasible(context)
+        if num <= options.sample_above:
+            if not options.sample_small or num < 4:
+                return None
+            return np.sort(rng.permutation(rows)[: (num + 1) // 2])
+        load = _load(context)[rows]
+        light = rows[np.argpartition(load, options.num_light)[: options.num_light]]
+        near = self._nearest.first(context, options.num_near)
+        if near is None:
+            # Nothing to be near to: the least loaded and as many at random.
+            near = rng.choice(rows, options.num_near, replace=False)
+        return np.union1d(light, near)
+
+
+class _RegionOrder:
+    """Workers by similarity of their region to each calibration cluster, worked out once.
+
+    A memo of a pure function: (regions, workers, cluster) -> rows, most similar first.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[Regions, tuple[WorkerInfo, ...]] | None = None
+        self._orders: dict[int, np.ndarray] = {}
+
+    def first(self, context: PlacementContext, num: int) -> np.ndarray | None:
+        """The `num` feasible rows nearest to the request; None without regions or clusters."""
+        regions, experts, signature = context.regions, context.experts, context.signature
+        if context.phase is not Phase.DECODE:
+            return None
+        if regions is None or experts is None or experts.centroids is None or signature is None:
+            return None
+        workers = context.view.workers
+        if self._of is None or self._of[0] is not regions or self._of[1] is not workers:
+            self._of, self._orders = (regions, workers), {}
+        cluster = experts.nearest(signature.vector)
+        order = self._orders.get(cluster)
+        if order is None:
+            cosine = regions.similarity(experts.centroids[cluster], context.worker_ids())
+            order = self._orders[cluster] = (-cosine).argsort(kind="stable")
+        return order[context.feasible[order]][:num]
+
+
+def _load(context: PlacementContext) -> np.ndarray:
+    """What a row is sampled by, float64 [W]: outstanding work times measured slowness."""
+    view = context.view
+    if context.phase is Phase.PREFILL:
+        own = context.request.num_prompt_tokens - context.cached_tokens
+        return (view.queued_prefill_tokens + own) * view.speed_factor
+    return view.num_inflight * view.speed_factor
+
+
+def _spread(few: Ranking, context: PlacementContext, rows: np.ndarray) -> Ranking:
+    """A sample's ranking over the whole view again."""
+    num = len(context.feasible)
+
+    def wide(values: np.ndarray, fill: float) -> np.ndarray:
+        full = np.full((num, *values.shape[1:]), fill, values.dtype)
+        full[rows] = values
+        return full
+
+    terms = few.terms
+    assert terms is not None
+    unsampled = context.feasible.copy()
+    unsampled[rows] = False
+    return Ranking(
+        chosen=int(rows[few.chosen]),
+        runner_up=int(rows[few.runner_up]) if few.runner_up >= 0 else -1,
+        score=wide(few.score, np.inf),
+        unit=few.unit,
+        fallback=few.fallback,
+        terms=TermMatrix(
+            names=terms.names,
+            kinds=terms.kinds,
+            seconds=wide(terms.seconds, 0.0),
+            usd=wide(terms.usd, 0.0),
+            facts=tuple((name, wide(values, 0)) for name, values in terms.facts),
+        ),
+        excluded=(
+            *((name, wide(out, False)) for name, out in few.excluded),
+            ("not_sampled", unsampled),
+        ),
+    )
