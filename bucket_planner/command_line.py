@@ -1,0 +1,47 @@
+"""The frame every planner binary runs in: flags first, one error style, exit code 2 when wrong."""
+
+import sys
+from collections.abc import Callable
+
+from absl import app, flags
+
+from bucket_planner.errors import PlannerError
+
+
+def run_main(main: Callable[[], None], *, usage: str) -> None:
+    """Parses flags, runs `main`, and turns wrong flags or configuration into exit code 2.
+
+    Args:
+      main: the binary's work; reads `flags.FLAGS`.
+      usage: what `--help` says above the flags.
+    """
+    sys.modules["__main__"].__doc__ = usage
+
+    def guarded(argv: list[str]) -> None:
+        if len(argv) > 1:
+            _fail(f"unexpected argument {argv[1]!r}: every setting is a --flag")
+        try:
+            main()
+        except PlannerError as error:
+            _fail(str(error))
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def say(line: str) -> None:
+    """One progress line on stderr; stdout stays free for results."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _fail(str(error))
+        raise
+
+
+def _fail(message: str) -> None:
+    say(f"error: {message}")
+    sys.exit(2)
