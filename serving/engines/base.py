@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from serving.core.errors import WorkerLost
 from serving.core.worker import WorkerInfo
 from serving.fleet.fleet import LoadReport
 
@@ -23,6 +24,12 @@ T = TypeVar("T")
 
 class CallStopped(Exception):
     """A call was ended through its `StopSwitch`; no failure of anybody."""
+
+
+class EngineUnhealthy(WorkerLost):
+    """The engine answers, and says that it takes no requests (draining, broken)."""
+
+    reason = "WORKER_UNHEALTHY"
 
 
 class StopSwitch:
@@ -182,7 +189,8 @@ class Engine(Protocol):
         """How the worker stands now.
 
         Raises:
-            WorkerLost: unreachable, unhealthy, or no answer in time.
+            EngineUnhealthy: it answers that it takes no requests.
+            WorkerLost: unreachable, or no answer in time.
         """
         ...
 

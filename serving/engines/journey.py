@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,11 @@ from serving.core.errors import (
     InvalidRequest,
     KvLost,
     Rejected,
+    RejectReason,
     WorkerLost,
 )
+from serving.core.placed import Placed
 from serving.core.request import Request
-from serving.core.router import Placed
 from serving.core.signature import Signature
 from serving.core.worker import Phase, Role, WorkerInfo
 from serving.engines.base import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from serving.engines.relay import Relay
 
 _log = logging.getLogger(__name__)
+_ROOM_POLL_S = 0.02
 
 
 class Journey:
@@ -62,12 +65,12 @@ class Journey:
         self._switch = StopSwitch()
         self._stop_error: EldrError | None = None
         self._num_losses = 0
-        self._last_loss = ""
-        self._excluded: dict[Phase, frozenset[str]] = dict.fromkeys(Phase, frozenset())
+        self._last_loss = ("", "")
+        self._excluded: frozenset[str] = frozenset()
         self._prefill_worker_id: str | None = None
         self._handover: KvHandover | None = None
         self._signature: Signature | None = None
-        self._calling: tuple[Engine, str] | None = None
+        self._calling: tuple[Engine, str, Phase] | None = None
         self._sent: list[int] = []
         self._tokens_this_call = 0
         self._num_completed = 0
@@ -126,90 +129,99 @@ class Journey:
             raise CallStopped
         if self._handover is not None and not self._usable(self._handover):
             self._drop_handover()
-        if self._handover is None:
-            placed = self._place(Phase.PREFILL)
-            worker = placed.worker
-            if worker.role is Role.BOTH or self._request.max_tokens == 1:
-                stream = self._whole(worker)
-            elif self._template.sampling_params.n > 1:
-                raise InvalidRequest(
-                    "sampling_params.n",
-                    self._template.sampling_params.n,
-                    "must be 1 where prefill and decode run on separate workers",
-                )
-            else:
-                ending = await self._prefill(worker)
-                stream = _replay(ending) if ending is not None else self._decode()
-        else:
-            stream = self._decode()
+        stream = self._decode() if self._handover is not None else await self._from_prompt()
         async with contextlib.aclosing(stream) as answers:
             async for answer in answers:
                 yield answer
+
+    async def _from_prompt(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Places and, on a prefill worker, runs the prompt; the answers that follow."""
+        placed = self._relay.router.place_prefill(self._request, exclude=self._excluded)
+        self._record(placed)
+        worker = placed.worker
+        if worker.role is Role.BOTH or self._request.max_tokens == 1:
+            return self._whole(worker)
+        if self._template.sampling_params.n > 1:
+            raise InvalidRequest(
+                "sampling_params.n",
+                self._template.sampling_params.n,
+                "must be 1 where prefill and decode run on separate workers",
+            )
+        result = await self._prefill(worker)
+        ended = result.complete.finish_reason != "length" and result.handover is None
+        return _replay(result) if ended else self._decode()
 
     async def _whole(self, worker: WorkerInfo) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The whole request in one call on one worker."""
         router, request = self._relay.router, self._request
         if request.max_tokens > 1:
-            self._place(Phase.DECODE, only=worker.worker_id)
-        engine, call = self._call(worker)
+            placed = router.place_decode(
+                request,
+                signature=self._relay.signatures.predicted(request),
+                prefill_worker_id=worker.worker_id,
+                only=worker.worker_id,
+            )
+            self._record(placed)
+        engine, call = self._call(worker, Phase.PREFILL)
         async with contextlib.aclosing(engine.generate(call)) as answers:
             async for answer in answers:
                 if not self._tokens_this_call:
                     router.prefill_done(request.request_id)
                 yield answer
-        self._finished(Phase.PREFILL, call)
+        self._finished(call)
 
-    async def _prefill(self, worker: WorkerInfo) -> PrefillResult | None:
-        """Runs the prompt; the result itself when the request ended with its first token."""
+    async def _prefill(self, worker: WorkerInfo) -> PrefillResult:
         relay, request = self._relay, self._request
-        engine, call = self._call(worker)
+        engine, call = self._call(worker, Phase.PREFILL)
         result = await engine.prefill(call)
-        self._finished(Phase.PREFILL, call)
+        self._finished(call)
         self._handover = result.handover
         self._prefill_worker_id = worker.worker_id
         relay.router.prefill_done(request.request_id)
-        self._signature = relay.signature_of(result.signature, request)
-        ended = result.complete.finish_reason != "length"
-        return result if ended and result.handover is None else None
+        self._signature = relay.signatures.best(result.signature, request)
+        return result
 
     async def _decode(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Continues from the KV at hand; without any, the decode worker computes the prompt."""
-        placed = self._place(Phase.DECODE)
-        engine, call = self._call(placed.worker)
+        placed = await self._place_decode()
+        self._record(placed)
+        engine, call = self._call(placed.worker, Phase.DECODE)
         async with contextlib.aclosing(engine.generate(call, self._handover)) as answers:
             async for answer in answers:
                 self._handover = None  # the engine took it: nothing is left to give back
                 yield answer
-        self._finished(Phase.DECODE, call)
+        self._finished(call)
 
-    def _place(self, phase: Phase, *, only: str | None = None) -> Placed:
-        """A worker for the request's phase; its record is written behind the dispatch."""
-        relay, router = self._relay, self._relay.router
-        self._calling = None
-        try:
-            if phase is Phase.PREFILL:
-                placed = router.place_prefill(self._request, exclude=self._excluded[phase])
-            else:
-                exclude = self._excluded[phase]
-                if only is not None:
-                    exclude = frozenset(relay.engines) - {only}
-                placed = router.place_decode(
+    async def _place_decode(self) -> Placed:
+        """A decode worker; waits a little for room, since the prefill is already paid for."""
+        relay = self._relay
+        give_up_s = relay.clock.monotonic_s() + relay.config.decode_wait_s
+        while True:
+            try:
+                return relay.router.place_decode(
                     self._request,
                     signature=self._signature,
-                    prefill_worker_id=only or self._prefill_worker_id,
-                    exclude=exclude,
+                    prefill_worker_id=self._prefill_worker_id,
+                    exclude=self._excluded,
                 )
-        except Rejected as error:
-            raise self._no_worker(error) from error
-        asyncio.get_running_loop().call_soon(router.record, placed)
-        return placed
+            except Rejected as error:
+                now_s = relay.clock.monotonic_s()
+                if error.why is not RejectReason.NO_CAPACITY or now_s >= give_up_s:
+                    raise
+                if now_s >= self._original.deadline_s:
+                    raise DeadlineExceeded() from error
+            await self._switch.wait(asyncio.sleep(_ROOM_POLL_S), math.inf)
 
-    def _call(self, worker: WorkerInfo) -> tuple[Engine, EngineCall]:
+    def _record(self, placed: Placed) -> None:
+        """Writes the decision line behind the dispatch."""
+        asyncio.get_running_loop().call_soon(self._relay.router.record, placed)
+
+    def _call(self, worker: WorkerInfo, phase: Phase) -> tuple[Engine, EngineCall]:
         """Names the next engine call, so that it can be aborted from outside."""
         engine = self._relay.engines[worker.worker_id]
         base = self._original.request_id
         name = f"{base}~{self._num_losses}" if self._num_losses else base
-        self._calling = (engine, name)
+        self._calling = (engine, name, phase)
         wanted = self._template.sampling_params.min_tokens
         return engine, EngineCall(
             engine_request_id=name,
@@ -222,11 +234,12 @@ class Journey:
             switch=self._switch,
         )
 
-    def _finished(self, phase: Phase, call: EngineCall) -> None:
+    def _finished(self, call: EngineCall) -> None:
         """An engine call ended well: nothing to abort, and the client learns who ran it."""
         assert self._calling is not None
-        worker, self._calling = self._calling[0].worker, None
-        self._trailers[f"eldr-{phase.value}-worker"] = worker.worker_id
+        engine, _, phase = self._calling
+        self._calling = None
+        self._trailers[f"eldr-{phase.value}-worker"] = engine.worker.worker_id
         for key, value in call.trailers.items():
             self._trailers[f"eldr-{phase.value}-{key.removeprefix('eldr-')}"] = value
         self._trailers["eldr-losses"] = str(self._num_losses)
@@ -238,38 +251,42 @@ class Journey:
             WorkerLost, Rejected: there is to be no further attempt.
         """
         relay = self._relay
-        if self._calling is None:  # the placement failed, not a worker
+        if self._calling is None:  # a placement was refused: no worker is to blame
+            if self.num_tokens:
+                why = f"{self._last_loss[1]}; no other worker: {error}"
+                raise WorkerLost(self._last_loss[0], why, num_tokens=self.num_tokens)
             raise error
-        worker_id = self._calling[0].worker.worker_id
+        engine = self._calling[0]
+        worker_id = engine.worker.worker_id
         self._num_losses += 1
+        self._last_loss = (worker_id, str(error))
         self._drop_call()
         _log.warning("request %s: %s", self._original.request_id, error)
-        if isinstance(error, WorkerLost) and not isinstance(error, KvLost):
-            relay.on_loss(worker_id)
-        if isinstance(error, KvLost):
+        kv_only = isinstance(error, KvLost)
+        if not kv_only:
+            self._excluded |= {worker_id}
+        if isinstance(error, WorkerLost):
+            relay.on_loss(self._handover.worker_id if kv_only and self._handover else worker_id)
+        # KV serves another decode worker only where the engine enforces its lease.
+        if self._handover is not None and (kv_only or not self._handover.lease):
             self._drop_handover()
-        else:
-            for phase in Phase:
-                self._excluded[phase] |= {worker_id}
-            if self._handover is not None and not self._handover.lease:
-                self._drop_handover()
-        if self._tokens_this_call and not self._original.allow_restart:
-            raise WorkerLost(worker_id, str(error), num_tokens=self.num_tokens)
-        if self._num_losses > relay.config.max_losses:
+        final = self._num_losses > relay.config.max_losses
+        if self._tokens_this_call:
+            if final or not self._original.allow_restart:
+                raise WorkerLost(worker_id, str(error), num_tokens=self.num_tokens)
+            self._request = self._continued()
+        elif final:
             if self.num_tokens:
                 raise WorkerLost(worker_id, str(error), num_tokens=self.num_tokens)
             raise error
-        self._last_loss = worker_id
-        if self._tokens_this_call:
-            self._continue_from_tokens()
 
-    def _continue_from_tokens(self) -> None:
-        """Prompt plus tokens so far become the prompt of what is left to generate."""
+    def _continued(self) -> Request:
+        """Prompt plus tokens so far as the prompt of what is left to generate."""
         original, left = self._original, self._original.max_tokens - self.num_tokens
         token_ids = np.concatenate([original.token_ids, np.array(self._sent, np.int32)])
         token_ids.setflags(write=False)
         band = original.length
-        self._request = dataclasses.replace(
+        return dataclasses.replace(
             original,
             token_ids=token_ids,
             max_tokens=left,
@@ -279,7 +296,6 @@ class Journey:
                 p95_tokens=max(1.0, min(band.p95_tokens - self.num_tokens, left)),
             ),
         )
-        self._signature = None
 
     def _ending(self) -> pb.GenerateResponse | None:
         """The closing message of an answer whose last token came but whose end did not."""
@@ -292,14 +308,6 @@ class Journey:
         if self._sent[-1] in stops and self.num_tokens >= params.min_tokens:
             return _closing("stop")
         return _closing("length") if self.num_tokens >= self._original.max_tokens else None
-
-    def _no_worker(self, error: Rejected) -> EldrError:
-        """What a refused placement means: after tokens were sent, the loss before it."""
-        if self.num_tokens:
-            return WorkerLost(
-                self._last_loss, f"and no other worker: {error}", num_tokens=self.num_tokens
-            )
-        return error
 
     def _usable(self, handover: KvHandover) -> bool:
         age_s = self._relay.clock.monotonic_s() - handover.created_at_s
@@ -337,7 +345,7 @@ class Journey:
     def _drop_call(self) -> None:
         """Aborts the engine call under way, if any."""
         if self._calling is not None:
-            engine, name = self._calling
+            engine, name, _ = self._calling
             self._calling = None
             self._relay.behind(engine.abort(name), f"abort {name} on {engine.worker.worker_id}")
 

@@ -2,8 +2,9 @@
 
 One task per worker, so that a slow one delays nobody else's report. A failed poll changes
 nothing at once: the worker's report ages, and a stale worker takes no new work; after
-`lost_after` failures in a row it is LOST and what it held is given back. One answered poll
-brings it back, under a new epoch when the engine restarted in between.
+`lost_after` failures in a row it is LOST and what it held is given back; an engine that says
+itself that it takes no requests is DRAINING at once. One answered poll brings it back, under a
+new epoch when the engine restarted in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from serving.core.clock import Clock
 from serving.core.errors import WorkerLost
 from serving.core.worker import WorkerState
-from serving.engines.base import Engine
+from serving.engines.base import Engine, EngineUnhealthy
 from serving.fleet.fleet import Fleet
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,13 @@ class TelemetryPoller:
 
     def _failed(self, worker_id: str, watch: _Watch, error: WorkerLost) -> None:
         watch.num_failures += 1
-        if watch.num_failures != self._lost_after:
+        if isinstance(error, EngineUnhealthy):
+            if self._fleet.registry.get(worker_id).state is WorkerState.READY:
+                self._fleet.set_state(worker_id, WorkerState.DRAINING)
+                _log.warning("worker %s takes no new work: %s", worker_id, error)
+                self._on_change()
+            return
+        if watch.num_failures < self._lost_after:
             return
         state = self._fleet.registry.get(worker_id).state
         if state is not WorkerState.LOST:
@@ -135,7 +142,7 @@ class TelemetryPoller:
         )
         if restarted:
             known = dataclasses.replace(known, epoch=known.epoch + 1)
-        if restarted or known.state is WorkerState.LOST:
+        if restarted or known.state is not WorkerState.READY:
             self._fleet.add(
                 dataclasses.replace(known, state=WorkerState.READY), self._clock.monotonic_s()
             )

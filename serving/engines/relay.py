@@ -30,11 +30,10 @@ from serving.core.decision import OutcomeStatus
 from serving.core.errors import EldrError, InvalidRequest, Rejected, WorkerLost
 from serving.core.request import Request
 from serving.core.router import Router
-from serving.core.signature import Signature
+from serving.core.worker import Phase
 from serving.engines.base import Engine
 from serving.engines.journey import Journey
-from serving.signatures.model import SignatureModel
-from serving.signatures.wire import decode_signature
+from serving.engines.signature_reader import SignatureReader
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +44,13 @@ class RelayConfig:
 
     Attributes:
         max_losses: workers one request may lose before the loss is reported.
+        decode_wait_s: how long a finished prefill waits for a decode worker with room.
         kv_lease_s: how long unpulled KV is trusted on engines that enforce no lease.
         eos_token_ids: tokens that end an answer by themselves.
     """
 
     max_losses: int = 3
+    decode_wait_s: float = 10.0
     kv_lease_s: float = 20.0
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -64,14 +65,14 @@ class Relay:
         engines: Mapping[str, Engine],
         clock: Clock,
         config: RelayConfig,
-        signature_model: SignatureModel | None = None,
+        signatures: SignatureReader,
         on_loss: Callable[[str], None] = lambda worker_id: None,
     ) -> None:
         self.router = router
         self.engines = engines
         self.clock = clock
         self.config = config
-        self.signature_model = signature_model
+        self.signatures = signatures
         self.on_loss = on_loss
         self._running: dict[str, Journey] = {}
         self._behind: set[asyncio.Task[None]] = set()
@@ -156,18 +157,14 @@ class Relay:
             journey.stop(error)
         return len(self._running)
 
-    def signature_of(self, sent: object, request: Request) -> Signature | None:
-        """The live signature of a prefill answer; None when there is none to trust."""
-        if sent is None or self.signature_model is None:
-            return None
-        try:
-            return decode_signature(
-                sent, model=self.signature_model, num_prompt_tokens=request.num_prompt_tokens
-            )
-        except InvalidRequest as error:
-            # The engine's fault, not the request's: place by what else is known.
-            _log.warning("request %s: signature ignored: %s", request.request_id, error)
-            return None
+    def keep_alive(self, now_s: float) -> None:
+        """Renews the leases of running requests; called by the sweep, oftener than they end."""
+        lease_s = self.router.config.lease_s
+        for request_id in self._running:
+            for phase in Phase:
+                lease = self.router.fleet.lease_of(request_id, phase)
+                if lease is not None and lease.expires_at_s - now_s < lease_s / 2:
+                    self.router.renew(lease.lease_id, lease_s)
 
     async def settle(self) -> None:
         """Waits for the aborts and releases still under way."""

@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from serving.core.clock import Clock
 from serving.core.errors import DeadlineExceeded, WorkerLost
 from serving.core.worker import WorkerInfo
-from serving.engines.base import EngineCall, KvHandover, PrefillResult
+from serving.engines.base import EngineCall, EngineUnhealthy, KvHandover, PrefillResult
 from serving.engines.grpc_errors import engine_error
 from serving.fleet.fleet import LoadReport
 from serving.proto import embedded_pb2, embedded_pb2_grpc
@@ -32,7 +32,8 @@ from serving.proto import embedded_pb2, embedded_pb2_grpc
 T = TypeVar("T")
 
 SIGNATURE_KEY = "eldr_sig"
-_BROKEN_FINISH = "error"
+# "abort" comes only when the router asked for it, and then nobody listens any more.
+_BROKEN_FINISH = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ class VllmGrpcEngine:
             self._control(self._engine.GetLoads(pb.GetLoadsRequest(), timeout=limit_s)),
         )
         if not health.healthy:
-            raise WorkerLost(self._worker.worker_id, f"unhealthy: {health.message}")
+            raise EngineUnhealthy(self._worker.worker_id, f"unhealthy: {health.message}")
         return self._report(loads)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
@@ -215,9 +216,11 @@ class VllmGrpcEngine:
                 if not isinstance(answer, pb.GenerateResponse):  # end of the stream
                     call.trailers.update(_eldr_trailers(await stream.trailing_metadata()))
                     break
-                completed = completed or answer.HasField("complete")
-                if answer.HasField("complete") and answer.complete.finish_reason == _BROKEN_FINISH:
-                    raise WorkerLost(worker_id, "the engine reported an error")
+                if answer.HasField("complete"):
+                    completed = True
+                    if answer.complete.finish_reason in _BROKEN_FINISH:
+                        reason = answer.complete.finish_reason
+                        raise WorkerLost(worker_id, f"the engine ended with {reason!r}")
                 yield answer
                 limit_s = self._timeouts.stall_s
             if not completed:

@@ -10,8 +10,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serving.core.errors import InvalidRequest, UnknownModel
 from serving.core.lease import Lease
+from serving.core.placed import Placed
 from serving.core.request import LengthBand, Request, SloClass
-from serving.core.router import Placed
 from serving.core.worker import FleetView
 from serving.proto import router_pb2
 from serving.rpc.metadata import CallMetadata

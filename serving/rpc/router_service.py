@@ -19,11 +19,13 @@ from serving.core.clock import Clock
 from serving.core.decision import LogLine, OutcomeStatus, encode_line
 from serving.core.errors import InvalidRequest, LeaseError
 from serving.core.lease import Lease
+from serving.core.placed import Placed
 from serving.core.request import Request
-from serving.core.router import Placed, Router
+from serving.core.router import Router
 from serving.core.signature import Signature
 from serving.core.worker import Phase
 from serving.engines.relay import Relay
+from serving.engines.vllm_grpc import SIGNATURE_KEY
 from serving.proto import router_pb2 as pb
 from serving.rpc import convert, metadata, status
 from serving.rpc.binding import Malformed, parsed
@@ -207,7 +209,7 @@ class RouterService:
         self._record(route.prefill)
         if not prefill_only:
             try:
-                self._place_decode(route, None)
+                self._place_decode(route, self._relay.signatures.predicted(request))
             except Exception:
                 self._router.failed(request.request_id, OutcomeStatus.REJECTED, "NO_DECODE_WORKER")
                 raise
@@ -261,14 +263,14 @@ class RouterService:
 
     def _signature(self, request: Request, done: pb.PrefillDone) -> Signature | None:
         if not done.kv_transfer_params_json:
-            return None
+            return self._relay.signatures.predicted(request)
         try:
             params = msgspec.json.decode(done.kv_transfer_params_json, type=dict)
         except msgspec.DecodeError as error:
             raise InvalidRequest(
                 "kv_transfer_params_json", done.kv_transfer_params_json, f"must be JSON: {error}"
             ) from error
-        return self._relay.signature_of(params.get("eldr_sig"), request)
+        return self._relay.signatures.best(params.get(SIGNATURE_KEY), request)
 
 
 def _same(route: _OpenRoute, request: Request, prefill_only: bool) -> bool:
