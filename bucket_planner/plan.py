@@ -220,6 +220,6 @@ def _heldout(
     }
 
 
-def _cut_pct(waste: int, default_waste: int) -> float:
+def _cut_pct(waste: float, default_waste: float) -> float:
     """What is saved against the default, percent; 0 where the default wastes nothing."""
     return 100.0 * (1.0 - waste / default_waste) if default_waste else 0.0
