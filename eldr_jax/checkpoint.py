@@ -134,6 +134,8 @@ def save_model_dir(
     # Renamed into place: a reader never meets half a file.
     partial = folder / f"{WEIGHTS_FILE}.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    # The writer leaves the file to its owner alone; weights are as readable as what is beside.
+    partial.chmod(0o644)
     os.replace(partial, folder / WEIGHTS_FILE)
     _write_json(folder / CONFIG_FILE, to_hf(config))
     if tokenizer_json is not None:

@@ -112,15 +112,23 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
       [B, Q, H*Dh] in the type of `q`; scores and softmax are float32.
     """
     batch, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[2]
-    grouped = q.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("bqhgd,bshd->bhgqs", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * head_dim**-0.5
-    allowed = jnp.broadcast_to(mask, (batch, num_queries, k.shape[1]))[:, None, None]
+    num_keys, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    # The queries of a group are rows of one matrix product, and the division by the softmax's sum
+    # follows the product with the values: a third of the time on a CPU, the same arithmetic.
+    rows = q.reshape(batch, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, num_kv_heads, group * num_queries, head_dim)
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    scores = jnp.matmul(rows * head_dim**-0.5, keys, preferred_element_type=jnp.float32)
+    allowed = jnp.broadcast_to(mask, (batch, num_queries, num_keys))
+    allowed = jnp.tile(allowed, (1, group, 1))[:, None]
     scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("bhgqs,bshd->bqhgd", weights, v)
-    return mixed.reshape(batch, num_queries, num_heads * head_dim)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    mixed = jnp.matmul(weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    mixed = (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(q.dtype)
+    mixed = mixed.reshape(batch, num_kv_heads, group, num_queries, head_dim)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads * head_dim)
 
 
 def route(logits: jax.Array, k: int, norm_topk_prob: bool) -> tuple[jax.Array, jax.Array]:

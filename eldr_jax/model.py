@@ -36,6 +36,9 @@ BLOCK_PARAMS = (
 )
 
 
+_ATTENTION_BLOCK_TOKENS = 64
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTrace:
@@ -46,8 +49,10 @@ class RouterTrace:
       weights: [T, K] float32.
       ids: [T, K] int32.
       dropped: scalar int32, (token, expert) pairs that found no room.
+      mean_input: [D] float32, mean over the tokens of what the gate read.
     """
 
+    mean_input: jax.Array
     logits: jax.Array
     weights: jax.Array
     ids: jax.Array
@@ -90,8 +95,10 @@ def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Fresh weights.
 
-    Matrices have variance 1/fan_in, those that write to the residual stream 1/(2L) of that
-    (GPT-2's rule), embedding, head and gate `initializer_range`, norms one.
+    Matrices, embedding and head have variance 1/fan_in, norms are one. What writes to the residual
+    stream starts at `initializer_range` over sqrt(2L) (GPT-2's rule): at first a token's own
+    embedding leads the stream. Where the mean over its context led instead, all tokens of a
+    sequence would look alike to the gate and pick the same experts.
 
     Args:
       config: geometry.
@@ -106,12 +113,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
     vocab_shape = (config.vocab_size, config.hidden_size)
     params: Params = {
-        "embed": normal(0, vocab_shape, config.initializer_range),
+        "embed": normal(0, vocab_shape, config.hidden_size**-0.5),
         "final_norm": jnp.ones(config.hidden_size, jnp.float32),
         "layers": [],
     }
     if not config.tie_word_embeddings:
-        params["lm_head"] = normal(1, vocab_shape[::-1], config.initializer_range)
+        params["lm_head"] = normal(1, vocab_shape[::-1], config.hidden_size**-0.5)
     for layer_index in range(config.num_layers):
         block: dict[str, jax.Array] = {}
         for offset, (name, shape) in enumerate(block_shapes(config).items()):
@@ -119,12 +126,36 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
             if name.endswith("_norm"):
                 block[name] = jnp.ones(shape, jnp.float32)
                 continue
-            deviation = config.initializer_range if name == "gate" else shape[-2] ** -0.5
             if name in ("wo", "w_down"):
-                deviation *= (2 * config.num_layers) ** -0.5
+                deviation = config.initializer_range * (2 * config.num_layers) ** -0.5
+            else:
+                deviation = shape[-2] ** -0.5
             block[name] = normal(index, shape, deviation)
         params["layers"].append(block)
     return params
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention in which a token looks at itself and at what stands before it.
+
+    Blocks of queries see only the keys up to their own end: nearly half the scores are masked
+    anyway.
+
+    Args:
+      q: [B, T, H, Dh].
+      k: [B, T, Hkv, Dh].
+      v: [B, T, Hkv, Dh].
+
+    Returns:
+      [B, T, H*Dh].
+    """
+    length = q.shape[1]
+    mixed = []
+    for start in range(0, length, _ATTENTION_BLOCK_TOKENS):
+        end = min(start + _ATTENTION_BLOCK_TOKENS, length)
+        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
+        mixed.append(layers.attend(q[:, start:end], k[:, :end], v[:, :end], mask))
+    return jnp.concatenate(mixed, axis=1)
 
 
 class Block(nnx.Module):
@@ -146,7 +177,7 @@ class Block(nnx.Module):
         return {name: getattr(self, name)[...] for name in BLOCK_PARAMS}
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, mask: jax.Array, dispatch: Dispatch
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, dispatch: Dispatch
     ) -> tuple[jax.Array, RouterTrace]:
         """One layer over whole sequences.
 
@@ -154,7 +185,6 @@ class Block(nnx.Module):
           x: [B, T, D] residual stream.
           cos: [T, Dh/2] float32.
           sin: [T, Dh/2] float32.
-          mask: [T, T] bool, True where a query (row) may look at a key.
           dispatch: path to the experts.
 
         Returns:
@@ -164,14 +194,20 @@ class Block(nnx.Module):
         eps = config.rms_norm_eps
         normed = layers.rms_norm(x, weights["attn_norm"], eps)
         q, k, v = layers.project_qkv(normed, weights, cos, sin, head_dim=config.head_dim, eps=eps)
-        x = x + layers.attend(q, k, v, mask) @ weights["wo"]
+        x = x + causal_attention(q, k, v) @ weights["wo"]
 
         tokens = layers.rms_norm(x, weights["mlp_norm"], eps).reshape(-1, config.hidden_size)
         logits = (tokens @ weights["gate"]).astype(jnp.float32)
         gates, ids = layers.route(logits, config.num_experts_per_tok, config.norm_topk_prob)
         experts = (weights["w_gate"], weights["w_up"], weights["w_down"])
         out, dropped = run_experts(tokens, gates, ids, *experts, dispatch)
-        trace = RouterTrace(logits=logits, weights=gates, ids=ids, dropped=dropped)
+        trace = RouterTrace(
+            mean_input=jnp.mean(tokens.astype(jnp.float32), axis=0),
+            logits=logits,
+            weights=gates,
+            ids=ids,
+            dropped=dropped,
+        )
         return x + out.reshape(x.shape), trace
 
 
@@ -206,11 +242,10 @@ class MoeTransformer(nnx.Module):
         length = tokens.shape[1]
         positions = jnp.arange(length, dtype=jnp.int32)
         cos, sin = layers.rope_angles(positions, config.head_dim, config.rope_theta)
-        mask = positions[:, None] >= positions[None, :]
         x = self.embed[...][tokens]
         routers = []
         for block in self.blocks:
-            x, trace = block(x, cos, sin, mask, dispatch)
+            x, trace = block(x, cos, sin, dispatch)
             routers.append(trace)
         hidden = layers.rms_norm(x, self.final_norm[...], config.rms_norm_eps)
         return Forward(hidden=hidden, routers=tuple(routers))

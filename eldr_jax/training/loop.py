@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from eldr_jax.checkpoint import restore_training_state, save_training_state
 from eldr_jax.config import ModelConfig
 from eldr_jax.dispatch import Dispatch
 from eldr_jax.model import Params, init_params, model_of
-from eldr_jax.training.data import PackedStreams
-from eldr_jax.training.objective import StepMetrics, objective
+from eldr_jax.training.data import Document, PackedStreams
+from eldr_jax.training.objective import StepMetrics, centre_gate, objective
 from eldr_jax.training.recipe import Recipe
 
 
@@ -29,13 +29,52 @@ class TrainState(NamedTuple):
       params: weights as in `eldr_jax.model.params_of`.
       optimiser: optax state.
       frequency: [L, E] float32, running share of choices per expert.
+      gate_input: [L, D] float32, running mean of what each gate reads.
       cpu_s: CPU seconds spent up to the last saved state, scalar float32.
     """
 
     params: Params
     optimiser: Any
     frequency: jax.Array
+    gate_input: jax.Array
     cpu_s: jax.Array
+
+
+def batch_schedule(
+    recipe: Recipe, documents: Sequence[Document], encoded: Sequence[np.ndarray]
+) -> Callable[[int], np.ndarray]:
+    """The sequences of every step: short ones first, longer ones in the last `long_steps`.
+
+    Args:
+      recipe: settings.
+      documents: training texts.
+      encoded: their token ids.
+
+    Returns:
+      Function of a step to [B, T + 1] int32.
+    """
+
+    def packed(sequence_tokens: int, seed: int) -> PackedStreams:
+        return PackedStreams(
+            documents,
+            encoded,
+            sequence_tokens=sequence_tokens,
+            task_share=recipe.task_share,
+            seed=seed,
+        )
+
+    short = packed(recipe.sequence_tokens, recipe.seed)
+    if not recipe.long_steps:
+        return lambda step: short.batch(step, recipe.batch_sequences)
+    long = packed(recipe.long_sequence_tokens, recipe.seed + 1)
+    long_first = recipe.num_steps - recipe.long_steps
+    step_tokens = recipe.batch_sequences * recipe.sequence_tokens
+    num_long = step_tokens // recipe.long_sequence_tokens
+    return lambda step: (
+        short.batch(step, recipe.batch_sequences)
+        if step < long_first
+        else long.batch(step - long_first, num_long)
+    )
 
 
 def build_optimiser(recipe: Recipe) -> optax.GradientTransformation:
@@ -67,6 +106,7 @@ def initial_state(config: ModelConfig, recipe: Recipe) -> TrainState:
         params=params,
         optimiser=build_optimiser(recipe).init(params),
         frequency=even,
+        gate_input=jnp.zeros((config.num_layers, config.hidden_size)),
         cpu_s=jnp.float32(0.0),
     )
 
@@ -102,13 +142,16 @@ def make_step(
     def step(state: TrainState, sequences: jax.Array) -> tuple[TrainState, StepMetrics]:
         grads, metrics = jax.grad(loss, has_aux=True)(state.params, sequences, state.frequency)
         updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
-        decay = recipe.frequency_decay
-        frequency = decay * state.frequency + (1.0 - decay) * metrics.frequency
+        params = optax.apply_updates(state.params, updates)
+        gate_input = _running(state.gate_input, metrics.gate_input, recipe.gate_input_decay)
+        for block, mean_input in zip(params["layers"], gate_input, strict=True):
+            block["gate"] = centre_gate(block["gate"], mean_input)
         return (
             TrainState(
-                params=optax.apply_updates(state.params, updates),
+                params=params,
                 optimiser=optimiser_state,
-                frequency=frequency,
+                frequency=_running(state.frequency, metrics.frequency, recipe.frequency_decay),
+                gate_input=gate_input,
                 cpu_s=state.cpu_s,
             ),
             metrics,
@@ -117,10 +160,14 @@ def make_step(
     return step
 
 
+def _running(mean: jax.Array, value: jax.Array, decay: float) -> jax.Array:
+    return decay * mean + (1.0 - decay) * value
+
+
 def train(
     config: ModelConfig,
     recipe: Recipe,
-    streams: PackedStreams,
+    batch_at: Callable[[int], np.ndarray],
     *,
     run_dir: Path,
     cpu_clock: Callable[[], float],
@@ -133,7 +180,7 @@ def train(
     Args:
       config: geometry.
       recipe: settings.
-      streams: sequences by step.
+      batch_at: sequences [B, T + 1] int32 of a step, the same whenever asked.
       run_dir: folder for saved states and `log.jsonl`.
       cpu_clock: CPU seconds of this process so far; summed over resumed parts.
       report: called with each log record.
@@ -154,7 +201,7 @@ def train(
     window: list[StepMetrics] = []
     with (run_dir / "log.jsonl").open("a", encoding="utf-8") as log:
         for step in range(first, last):
-            batch = jnp.asarray(streams.batch(step, recipe.batch_sequences))
+            batch = jnp.asarray(batch_at(step))
             state, metrics = step_fn(state, batch)
             window.append(jax.block_until_ready(metrics))
             done = step + 1

@@ -33,6 +33,7 @@ class StepMetrics:
       z_loss: mean over layers, scalar float32.
       frequency: [L, E] float32, share of the step's choices that each expert got.
       dropped_share: share of choices that found no room, scalar float32.
+      gate_input: [L, D] float32, mean over the step's tokens of what each gate read.
     """
 
     cross_entropy: jax.Array
@@ -40,6 +41,7 @@ class StepMetrics:
     z_loss: jax.Array
     frequency: jax.Array
     dropped_share: jax.Array
+    gate_input: jax.Array
 
 
 def token_losses(model: MoeTransformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -135,5 +137,25 @@ def objective(
         z_loss=z_loss,
         frequency=frequency,
         dropped_share=dropped / num_choices,
+        gate_input=jnp.stack([trace.mean_input for trace in forward.routers]),
     )
     return cross_entropy + balance_coefficient * balance + z_coefficient * z_loss, metrics
+
+
+def centre_gate(gate: jax.Array, mean_input: jax.Array) -> jax.Array:
+    """Takes out of a gate what it says about the mean token.
+
+    What all tokens have in common cannot tell them apart, yet early in training it grows faster
+    than anything else and sends every token to the same few experts, faster than a balance loss
+    pulls back. Projecting each expert's vector onto the complement of the mean input keeps the
+    gate a plain linear map, so the checkpoint's format is untouched.
+
+    Args:
+      gate: [D, E] weights.
+      mean_input: [D] running mean of the gate's input.
+
+    Returns:
+      [D, E] with `mean_input @ gate` zero.
+    """
+    direction = mean_input / jnp.maximum(jnp.linalg.norm(mean_input), 1e-12)
+    return gate - direction[:, None] * (direction @ gate)[None, :]

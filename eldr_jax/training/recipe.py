@@ -22,6 +22,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
       num_steps: optimiser steps.
       batch_sequences: sequences of a step, B.
       sequence_tokens: tokens of a sequence, T.
+      long_steps: last steps that use longer sequences, and fewer of them, for the same tokens.
+      long_sequence_tokens: tokens of a sequence in those steps.
       task_share: share of sequences from task domains; languages get the rest.
       peak_learning_rate: reached after the warm-up.
       final_learning_rate: reached at the last step, by a cosine.
@@ -34,6 +36,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
       balance_coefficient: weight of the load-balancing loss.
       z_coefficient: weight of the router z-loss.
       frequency_decay: of the running expert frequency in the balance loss.
+      gate_input_decay: of the running mean out of which the gates are centred.
       checkpoint_steps: steps between saved states.
       log_steps: steps between log lines.
     """
@@ -44,6 +47,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_steps: int
     batch_sequences: int
     sequence_tokens: int
+    long_steps: int = 0
+    long_sequence_tokens: int = 0
     task_share: float = 0.5
     peak_learning_rate: float
     final_learning_rate: float
@@ -56,6 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     balance_coefficient: float
     z_coefficient: float
     frequency_decay: float
+    gate_input_decay: float
     checkpoint_steps: int = 200
     log_steps: int = 10
 
@@ -80,6 +86,18 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} must lie in [0, num_steps={self.num_steps})"
             )
+        if not 0 <= self.long_steps <= self.num_steps:
+            raise ConfigError(
+                f"long_steps={self.long_steps} must lie in [0, num_steps={self.num_steps}]"
+            )
+        step_tokens = self.batch_sequences * self.sequence_tokens
+        if self.long_steps and (
+            self.long_sequence_tokens < 1 or step_tokens % self.long_sequence_tokens
+        ):
+            raise ConfigError(
+                f"long_sequence_tokens={self.long_sequence_tokens} must divide the "
+                f"{step_tokens} tokens of a step"
+            )
         if not 0 <= self.final_learning_rate <= self.peak_learning_rate:
             raise ConfigError(
                 f"final_learning_rate={self.final_learning_rate} must lie in "
@@ -88,7 +106,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("beta1", "beta2", "frequency_decay"):
+        for name in ("beta1", "beta2", "frequency_decay", "gate_input_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         for name in ("peak_learning_rate", "max_grad_norm", "capacity_factor"):

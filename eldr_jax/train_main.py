@@ -1,0 +1,171 @@
+"""Trains the reference model: `python -m eldr_jax.train_main --recipe=FILE --corpora=DIR`.
+
+Stop it and start it again with the same flags: it goes on from the last saved state. What it
+would do at a step depends on the recipe and the step alone, so the weights come out the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.progress
+from absl import app, flags, logging
+from tokenizers import Tokenizer
+
+from eldr_jax.checkpoint import TOKENIZER_FILE, save_model_dir
+from eldr_jax.config import ConfigError, load_model_config
+from eldr_jax.model import Params
+from eldr_jax.training.data import CorpusError, encode_documents, read_training_documents
+from eldr_jax.training.loop import batch_schedule, train
+from eldr_jax.training.recipe import load_recipe
+from eldr_jax.training.tokenizer import train_tokenizer
+
+_RECIPE = flags.DEFINE_string(
+    "recipe", "configs/artefacts/reference_model/recipe.yaml", "training settings (YAML)"
+)
+_CORPORA = flags.DEFINE_string("corpora", None, "folder of the corpora (JSON lines)")
+_RUN_DIR = flags.DEFINE_string(
+    "run_dir", "out/train", "folder of the run: saved states, log.jsonl, and the model folder"
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "", "tokenizer.json to use; empty trains one on the training texts"
+)
+_STOP_AFTER = flags.DEFINE_integer(
+    "stop_after", 0, "save and stop after this step; 0 runs to the recipe's end", lower_bound=0
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What the flags say.
+
+    Attributes:
+      recipe: path of the settings.
+      corpora: folder of the corpora.
+      run_dir: folder of the run.
+      tokenizer: path of a tokenizer, or None to train one.
+      stop_after: step at which to stop, or None.
+    """
+
+    recipe: Path
+    corpora: Path
+    run_dir: Path
+    tokenizer: Path | None
+    stop_after: int | None
+
+
+def run(job: TrainJob, console: rich.console.Console) -> None:
+    """Trains, or goes on training, and writes the model folder after every saved state.
+
+    Args:
+      job: what to do.
+      console: where progress goes.
+
+    Raises:
+      ConfigError: a wrong recipe or model file.
+      CorpusError: an unusable corpus.
+      OSError: a file cannot be read or written.
+    """
+    recipe = load_recipe(job.recipe)
+    config = load_model_config(recipe.model)
+    documents = read_training_documents(job.corpora)
+    if job.tokenizer is None:
+        tokenizer = train_tokenizer((document.text for document in documents), config.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(job.tokenizer))
+        if tokenizer.get_vocab_size() != config.vocab_size:
+            raise ConfigError(
+                f"{job.tokenizer}: has {tokenizer.get_vocab_size()} tokens, "
+                f"vocab_size={config.vocab_size}"
+            )
+    encoded = encode_documents(tokenizer, documents)
+    console.print(
+        f"{len(documents)} training texts, {sum(map(len, encoded))} tokens, "
+        f"{config.num_params} weights, {recipe.num_steps} steps",
+        highlight=False,
+    )
+    model_dir = job.run_dir / "model"
+
+    def export(step: int, params: Params) -> None:
+        save_model_dir(model_dir, config, params, tokenizer.to_str())
+
+    with _Progress(console, recipe.num_steps) as progress:
+        train(
+            config,
+            recipe,
+            batch_schedule(recipe, documents, encoded),
+            run_dir=job.run_dir,
+            cpu_clock=time.process_time,
+            report=progress.report,
+            on_checkpoint=export,
+            stop_after=job.stop_after,
+        )
+    console.print(f"model in {model_dir} ({TOKENIZER_FILE}, config and weights)", highlight=False)
+
+
+class _Progress:
+    """A bar on a terminal, one plain line per record elsewhere."""
+
+    def __init__(self, console: rich.console.Console, num_steps: int) -> None:
+        self._console = console
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=num_steps)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def report(self, record: dict[str, Any]) -> None:
+        text = (
+            f"loss {record['cross_entropy']:.3f}  balance {record['balance_loss']:.3f}  "
+            f"dropped {record['dropped_share']:.3f}  load {record['min_load']:.2f}"
+            f"..{record['max_load']:.2f}  cpu {record['cpu_s']:.0f} s"
+        )
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        else:
+            self._console.print(f"step {record['step']}  {text}", highlight=False, soft_wrap=True)
+
+
+def main(argv: list[str]) -> int:
+    """Flags to job to `run`."""
+    # The checkpoint library reports every step of its own start at INFO.
+    logging.set_verbosity(logging.WARNING)
+    if len(argv) > 1:
+        print(f"unexpected arguments: {' '.join(argv[1:])}", file=sys.stderr)
+        return 2
+    if not _CORPORA.value:
+        print("--corpora must name the folder of the corpora", file=sys.stderr)
+        return 2
+    job = TrainJob(
+        recipe=Path(_RECIPE.value),
+        corpora=Path(_CORPORA.value),
+        run_dir=Path(_RUN_DIR.value),
+        tokenizer=Path(_TOKENIZER.value) if _TOKENIZER.value else None,
+        stop_after=_STOP_AFTER.value or None,
+    )
+    try:
+        run(job, rich.console.Console())
+    except (ConfigError, CorpusError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
