@@ -53,8 +53,9 @@ def progress(
     def advance(units: int) -> None:
         nonlocal done, last
         done += units
-        if done >= total or now_s() - last >= _PLAIN_INTERVAL_S:
-            last = now_s()
+        now = now_s()
+        if done >= total or now - last >= _PLAIN_INTERVAL_S:
+            last = now
             print(f"{label}: {done}/{total} ({last - started:.0f} s)", file=out, flush=True)
 
     yield advance
