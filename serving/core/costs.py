@@ -7,6 +7,7 @@ array arithmetic. Only what a worker IS enters here; how it stands is the view's
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,10 +141,11 @@ class WorkerCosts:
         total_experts: float64 [W], L * E.
         miss: float64 [W], 1 - k / E.
         kv_bytes_per_token: float64 [W].
-        bucket_groups: pairs of rows int64 [G] and buckets int64 [B] (B = 0: no padding).
+        bucket_groups: pairs of rows int64 [G] and what n tokens run as, `BucketTable`.
         max_num_seqs, max_context_tokens, block_size_tokens, num_kv_blocks, page_size_tokens,
             tensor_parallel: int64 [W], from `Capabilities`.
-        equal_tp: bool [W], hand-over needs equal tensor parallelism.
+        any_tp: bool [W], hand-over does not need equal tensor parallelism.
+        shortest_context: least of `max_context_tokens`.
         versions: distinct `CellCost.version`s.
     """
 
@@ -160,14 +162,15 @@ class WorkerCosts:
     total_experts: np.ndarray
     miss: np.ndarray
     kv_bytes_per_token: np.ndarray
-    bucket_groups: tuple[tuple[np.ndarray, np.ndarray], ...]
+    bucket_groups: tuple[tuple[np.ndarray, BucketTable], ...]
     max_num_seqs: np.ndarray
     max_context_tokens: np.ndarray
     block_size_tokens: np.ndarray
     num_kv_blocks: np.ndarray
     page_size_tokens: np.ndarray
     tensor_parallel: np.ndarray
-    equal_tp: np.ndarray
+    any_tp: np.ndarray
+    shortest_context: int
     versions: tuple[str, ...]
 
     def take(self, rows: np.ndarray) -> WorkerCosts:
@@ -189,11 +192,41 @@ class WorkerCosts:
             int64 [W] tokens including padding, int64 [W] chunks.
         """
         if len(self.bucket_groups) == 1:
-            return _padded(tokens, self.bucket_groups[0][1])
+            return self.bucket_groups[0][1].padded(tokens)
         padded, chunks = np.empty_like(tokens), np.empty_like(tokens)
-        for rows, buckets in self.bucket_groups:
-            padded[rows], chunks[rows] = _padded(tokens[rows], buckets)
+        for rows, table in self.bucket_groups:
+            padded[rows], chunks[rows] = table.padded(tokens[rows])
         return padded, chunks
+
+
+class BucketTable:
+    """What n tokens run as under one set of compiled buckets.
+
+    Attributes:
+        buckets: ascending; () for no padding.
+    """
+
+    def __init__(self, buckets: tuple[int, ...]) -> None:
+        self.buckets = buckets
+        self._sizes = np.array(buckets, np.int64)
+        # A look-up per worker instead of a division and a search.
+        self._padded, self._chunks = self._compute(np.arange(_MAX_TABLED_TOKENS))
+
+    def padded(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens with padding, and chunks: int64 [n] each for int64 [n] >= 0 tokens."""
+        try:
+            return self._padded.take(tokens), self._chunks.take(tokens)
+        except IndexError:
+            return self._compute(tokens)
+
+    def _compute(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not self.buckets:
+            return tokens.copy(), (tokens > 0).astype(np.int64)
+        largest = self.buckets[-1]
+        full = tokens // largest
+        rest = tokens - full * largest
+        tail = np.where(rest > 0, self._sizes[self._sizes.searchsorted(rest)], 0)
+        return full * largest + tail, full + (rest > 0)
 
 
 class CostBook:
@@ -219,6 +252,8 @@ class CostBook:
         return _rows(workers, known, columns, versions)
 
 
+_MAX_TABLED_TOKENS = 1 << 15
+
 _COLUMNS = (
     "rate_usd_per_s",
     "prefill_chunk_s",
@@ -230,7 +265,7 @@ _COLUMNS = (
     "total_experts",
     "miss",
     "kv_bytes_per_token",
-    "equal_tp",
+    "any_tp",
 )
 
 
@@ -247,7 +282,7 @@ def _cell_columns(worker: WorkerInfo, cell: CellCost) -> dict[str, float]:
         "total_experts": float(step.num_moe_layers * step.num_experts),
         "miss": 1.0 - step.top_k / step.num_experts,
         "kv_bytes_per_token": cell.kv_bytes_per_token,
-        "equal_tp": float(cell.needs_equal_tensor_parallel),
+        "any_tp": float(not cell.needs_equal_tensor_parallel),
     }
 
 
@@ -264,35 +299,31 @@ def _rows(
     def limit(name: str) -> np.ndarray:
         return np.array([getattr(w.capabilities, name) for w in workers], np.int64)
 
-    floats = {name: column for name, column in columns.items() if name != "equal_tp"}
+    floats = {name: column for name, column in columns.items() if name != "any_tp"}
+    contexts = limit("max_context_tokens")
     return WorkerCosts(
         workers=workers,
         worker_ids=tuple(worker.worker_id for worker in workers),
         known=known,
         bucket_groups=tuple(
-            (np.array(rows, np.int64), np.array(buckets, np.int64))
-            for buckets, rows in groups.items()
+            (np.array(rows, np.int64), _bucket_table(buckets)) for buckets, rows in groups.items()
         ),
         max_num_seqs=limit("max_num_seqs"),
-        max_context_tokens=limit("max_context_tokens"),
+        max_context_tokens=contexts,
+        shortest_context=int(contexts.min(initial=np.iinfo(np.int64).max)),
         block_size_tokens=limit("block_size_tokens"),
         num_kv_blocks=limit("num_kv_blocks"),
         page_size_tokens=limit("page_size_tokens"),
         tensor_parallel=limit("tensor_parallel"),
-        equal_tp=columns["equal_tp"] > 0,
+        any_tp=columns["any_tp"] > 0,
         versions=versions,
         **floats,
     )
 
 
-def _padded(tokens: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if len(buckets) == 0:
-        return tokens.copy(), (tokens > 0).astype(np.int64)
-    largest = buckets[-1]
-    full = tokens // largest
-    rest = tokens - full * largest
-    tail = np.where(rest > 0, buckets[buckets.searchsorted(rest)], 0)
-    return full * largest + tail, full + (rest > 0)
+@functools.lru_cache(maxsize=256)
+def _bucket_table(buckets: tuple[int, ...]) -> BucketTable:
+    return BucketTable(buckets)
 
 
 def _require_finite(name: str, value: float, rule: str) -> None:

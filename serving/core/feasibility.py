@@ -1,8 +1,9 @@
 """Which workers could take a request at all, and which rule each of the others breaks.
 
-Rules are masks over the view, in the order they are told: the first one broken is a worker's
-`why_not`. The class's latency targets are not among them; they are weighed with the prices
-(`objective.breaks_target`), since they give way when nobody can keep them.
+The mask is worked out at once; the rules behind it are told apart only when somebody asks
+(`why_not`), from the same values. The class's latency targets are not among them: they are
+weighed with the prices (`objective.breaks_target`), since they give way when nobody can keep
+them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from serving.core.errors import InvalidRequest, Rejected, RejectReason
 from serving.core.request import Request, SloTarget
 from serving.core.routing_table import TableCell
 from serving.core.worker import FleetView, Phase, WorkerInfo, WorkerState
-
-LIVENESS = ("model", "pool", "state", "stale")
-"""Rules that say a cell has nobody; breaking the others means nobody has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +42,73 @@ class FitRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRows:
-    """Rows of one cell in one view; holds until the fleet changes.
+    """One cell's rows of a view; they hold until the fleet changes.
 
     Attributes:
-        variant_ok, cell_ok: bool [W], right model; right model, pool and known cost.
+        model: bool [W], right model variant.
+        pool: bool [W], right pool.
         ready: bool [W], READY.
+        usable: bool [W], all of them and a known cost.
+        kv_reserve: float64 [W], KV blocks kept free on a busy worker.
     """
 
-    variant_ok: np.ndarray
-    cell_ok: np.ndarray
+    model: np.ndarray
+    pool: np.ndarray
     ready: np.ndarray
+    usable: np.ndarray
+    kv_reserve: np.ndarray
 
 
-def cell_rows(cell: TableCell, costs: WorkerCosts) -> CellRows:
-    """Static part of feasibility for a cell."""
+def cell_rows(cell: TableCell, costs: WorkerCosts, rules: FitRules) -> CellRows:
+    """The part of feasibility that follows from what workers are."""
     workers = costs.workers
-    variant = np.array([w.model == cell.variant for w in workers], bool)
+    model = np.array([w.model == cell.variant for w in workers], bool)
     pool = np.array([w.pool == cell.pool for w in workers], bool)
     ready = np.array([w.state is WorkerState.READY for w in workers], bool)
-    return CellRows(variant_ok=variant, cell_ok=variant & pool, ready=ready)
+    return CellRows(
+        model=model,
+        pool=pool,
+        ready=ready,
+        usable=model & pool & ready & costs.known,
+        kv_reserve=rules.kv_headroom * costs.num_kv_blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FitQuestion:
+    """Everything feasibility looks at.
+
+    Attributes:
+        request: what is placed.
+        phase: which half of it.
+        view: the snapshot, W rows.
+        costs: the same rows' coefficients and limits.
+        cell: the same rows against the chosen cell.
+        rules: margins.
+        target: the request's class.
+        transfer_s: float64 [W], hand-over seconds; None when nothing moves.
+        source: the prefill worker whose KV moves; None when unknown.
+        exclude: worker ids that refused this request or lost it before.
+    """
+
+    request: Request
+    phase: Phase
+    view: FleetView
+    costs: WorkerCosts
+    cell: CellRows
+    rules: FitRules
+    target: SloTarget
+    transfer_s: np.ndarray | None = None
+    source: WorkerInfo | None = None
+    exclude: frozenset[str] = frozenset()
+
+    def kv_blocks(self) -> np.ndarray:
+        """KV blocks the request would hold on each worker, int64 [W].
+
+        Prefill holds the prompt and the first token, decode the p95 length.
+        """
+        output = self.request.length.p95_tokens if self.phase is Phase.DECODE else 1.0
+        return -(-int(self.request.num_prompt_tokens + output) // self.costs.block_size_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,126 +117,131 @@ class Feasibility:
 
     Attributes:
         mask: bool [W], all rules hold.
-        rules: (name, bool [W] holds), in the order they are told.
         kv_blocks: int64 [W], blocks the request would hold.
+        question: what was asked.
+        transfer_ok: bool [W], the hand-over is not banned; None when the ban does not apply.
     """
 
     mask: np.ndarray
-    rules: tuple[tuple[str, np.ndarray], ...]
     kv_blocks: np.ndarray
+    question: FitQuestion
+    transfer_ok: np.ndarray | None
 
-    def why_not(self, row: int) -> str:
-        """First rule a row breaks, "" when it is feasible."""
-        return next((name for name, holds in self.rules if not holds[row]), "")
+    def rules(self) -> tuple[tuple[str, np.ndarray], ...]:
+        """(rule, bool [W] holds), in the order they are told."""
+        asked = self.question
+        costs, cell, view = asked.costs, asked.cell, asked.view
+        told = [
+            ("model", cell.model),
+            ("pool", cell.pool),
+            ("cost_unknown", costs.known),
+            ("state", cell.ready),
+            ("stale", view.accepts | ~cell.ready),
+            ("context", _context_ok(asked)),
+            ("kv_blocks", _kv_ok(asked, self.kv_blocks)),
+        ]
+        if asked.phase is Phase.DECODE:
+            told.append(("slots", view.num_inflight < costs.max_num_seqs))
+            if asked.source is not None:
+                pages, parallel = _hand_over_ok(asked.source, costs)
+                told += [("page_size", pages), ("tensor_parallel", parallel)]
+        if asked.exclude:
+            told.append(("excluded", _not_excluded(asked)))
+        if self.transfer_ok is not None:
+            told.append(("transfer", self.transfer_ok))
+        return tuple(told)
 
-
-def feasibility(
-    request: Request,
-    phase: Phase,
-    view: FleetView,
-    costs: WorkerCosts,
-    cell: CellRows,
-    rules: FitRules,
-    target: SloTarget,
-    *,
-    transfer_s: np.ndarray | None = None,
-    source: WorkerInfo | None = None,
-    exclude: frozenset[str] = frozenset(),
-) -> Feasibility:
-    """Applies every rule to every worker of a view.
-
-    Args:
-        request: what is placed.
-        phase: which half of it.
-        view: the snapshot, W rows.
-        costs: the same rows' coefficients and limits.
-        cell: the same rows against the chosen cell.
-        rules: margins.
-        target: the request's class.
-        transfer_s: float64 [W], hand-over seconds, None when nothing moves.
-        source: the prefill worker whose KV moves, None when unknown.
-        exclude: worker ids that lost this request before.
-    """
-    prompt = request.num_prompt_tokens
-    output = request.length.p95_tokens if phase is Phase.DECODE else 1.0
-    need = -(-int(prompt + output) // costs.block_size_tokens)
-    idle = view.num_inflight == 0
-    reserve = rules.kv_headroom * costs.num_kv_blocks
-    reserve *= ~idle
-    told = [
-        ("model", cell.variant_ok),
-        ("pool", cell.cell_ok),
-        ("cost_unknown", costs.known),
-        ("state", cell.ready),
-        ("stale", view.accepts | ~cell.ready),
-        ("context", costs.max_context_tokens >= prompt + request.max_tokens),
-        ("kv_blocks", view.kv_blocks_free - need >= reserve),
-    ]
-    if phase is Phase.DECODE:
-        told.append(("slots", view.num_inflight < costs.max_num_seqs))
-        if source is not None:
-            told.extend(_hand_over_rules(source, costs))
-    if exclude:
-        excluded = [w.worker_id not in exclude for w in view.workers]
-        told.append(("excluded", np.array(excluded, bool)))
-    mask = told[0][1]
-    for _, holds in told[1:]:
-        mask = mask & holds
-    limit_s = rules.max_transfer_share * target.ttft_p99_s
-    if transfer_s is not None and limit_s < np.inf:
-        near = transfer_s <= limit_s
-        both = mask & near
-        if both.any():
-            mask = both
-            told.append(("transfer", near))
-    return Feasibility(mask=mask, rules=tuple(told), kv_blocks=need)
+    def why_not(self) -> tuple[str, ...]:
+        """Per row the first rule it breaks, "" when it is feasible."""
+        rules = self.rules()
+        return tuple(
+            "" if fits else next(name for name, holds in rules if not holds[row])
+            for row, fits in enumerate(self.mask.tolist())
+        )
 
 
-def raise_infeasible(
-    request: Request, phase: Phase, cell: TableCell, found: Feasibility, costs: WorkerCosts
-) -> None:
+def feasibility(asked: FitQuestion) -> Feasibility:
+    """Applies every rule to every worker of a view."""
+    costs, view = asked.costs, asked.view
+    blocks = asked.kv_blocks()
+    mask = asked.cell.usable & view.accepts
+    mask &= _kv_ok(asked, blocks)
+    if asked.request.num_prompt_tokens + asked.request.max_tokens > costs.shortest_context:
+        mask &= _context_ok(asked)
+    if asked.phase is Phase.DECODE:
+        mask &= view.num_inflight < costs.max_num_seqs
+        if asked.source is not None:
+            pages, parallel = _hand_over_ok(asked.source, costs)
+            mask &= pages
+            mask &= parallel
+    if asked.exclude:
+        mask &= _not_excluded(asked)
+    transfer_ok = None
+    limit_s = asked.rules.max_transfer_share * asked.target.ttft_p99_s
+    if asked.transfer_s is not None and limit_s < np.inf:
+        near = asked.transfer_s <= limit_s
+        near_mask = mask & near
+        if near_mask.any():
+            mask, transfer_ok = near_mask, near
+    return Feasibility(mask=mask, kv_blocks=blocks, question=asked, transfer_ok=transfer_ok)
+
+
+def raise_infeasible(found: Feasibility, cell: TableCell) -> None:
     """Says why nobody can take a request.
 
     Raises:
         InvalidRequest: it could not even on an empty fleet.
         Rejected: nobody is alive, or nobody has room now.
     """
-    rules = dict(found.rules)
-    alive = np.ones(len(found.mask), bool)
-    for name in LIVENESS:
-        alive &= rules[name]
-    where = f"{phase.value} workers of pool {cell.pool!r} serving {cell.variant!r}"
+    asked = found.question
+    request, costs = asked.request, asked.costs
+    rules = dict(found.rules())
+    alive = rules["model"] & rules["pool"] & rules["state"] & rules["stale"]
+    where = f"{asked.phase.value} workers of pool {cell.pool!r} serving {cell.variant!r}"
     if not alive.any():
-        in_cell = int(rules["pool"].sum())
+        in_cell = int((rules["model"] & rules["pool"]).sum())
         raise Rejected(RejectReason.NO_LIVE_WORKER, f"none of {in_cell} {where} is ready and fresh")
-    blocks_fit = found.kv_blocks <= costs.num_kv_blocks
-    if not (alive & rules["context"]).any():
-        longest = int(costs.max_context_tokens[alive].max())
+    long_enough = alive & rules["context"]
+    if not long_enough.any():
         raise InvalidRequest(
             "max_tokens",
             request.max_tokens,
-            f"prompt ({request.num_prompt_tokens}) plus max_tokens must be <= {longest}",
+            f"prompt ({request.num_prompt_tokens}) plus max_tokens must be <= "
+            f"{int(costs.max_context_tokens[alive].max())}",
         )
-    if not (alive & rules["context"] & blocks_fit).any():
+    if not (long_enough & (found.kv_blocks <= costs.num_kv_blocks)).any():
         raise InvalidRequest(
             "token_ids",
             f"{request.num_prompt_tokens} tokens",
-            f"needs {int(found.kv_blocks[alive].min())} KV blocks, no worker has so many "
-            f"({int(costs.num_kv_blocks[alive].max())})",
+            f"needs {int(found.kv_blocks[alive].min())} KV blocks, no worker has more than "
+            f"{int(costs.num_kv_blocks[alive].max())}",
         )
-    counted: dict[str, int] = {}
-    for row in alive.nonzero()[0].tolist():
-        name = found.why_not(row)
-        counted[name] = counted.get(name, 0) + 1
-    detail = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
-    raise Rejected(RejectReason.NO_CAPACITY, f"{int(alive.sum())} live {where}: {detail}")
+    reasons = [why for why, live in zip(found.why_not(), alive.tolist(), strict=True) if live]
+    detail = ", ".join(f"{reasons.count(why)} {why}" for why in sorted(set(reasons)))
+    raise Rejected(RejectReason.NO_CAPACITY, f"{len(reasons)} live {where}: {detail}")
 
 
-def _hand_over_rules(
-    source: WorkerInfo, costs: WorkerCosts
-) -> tuple[tuple[str, np.ndarray], tuple[str, np.ndarray]]:
+def _context_ok(asked: FitQuestion) -> np.ndarray:
+    longest = asked.request.num_prompt_tokens + asked.request.max_tokens
+    return asked.costs.max_context_tokens >= longest
+
+
+def _kv_ok(asked: FitQuestion, blocks: np.ndarray) -> np.ndarray:
+    left = asked.view.kv_blocks_free - blocks
+    fits = left >= asked.cell.kv_reserve
+    idle = asked.view.num_inflight == 0
+    idle &= left >= 0
+    fits |= idle
+    return fits
+
+
+def _hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> tuple[np.ndarray, np.ndarray]:
     """KV moves only between equal pages, and on TPU between equal tensor parallelism."""
     mine = source.capabilities
     pages = costs.page_size_tokens == mine.page_size_tokens
-    parallel = ~costs.equal_tp | (costs.tensor_parallel == mine.tensor_parallel)
-    return ("page_size", pages), ("tensor_parallel", parallel)
+    parallel = costs.tensor_parallel == mine.tensor_parallel
+    return pages, parallel | costs.any_tp
+
+
+def _not_excluded(asked: FitQuestion) -> np.ndarray:
+    return np.array([w not in asked.exclude for w in asked.costs.worker_ids], bool)

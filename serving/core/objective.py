@@ -191,9 +191,11 @@ def _step_times(
         experts0 = costs.total_experts * (1.0 - before)
         experts1 = costs.total_experts * (1.0 - before * costs.miss)
     else:
-        unknown = costs.miss ** np.maximum(num - experts.num_modelled, 0.0)
-        unknown *= experts.layer_scale
-        size = experts.layer_scale * experts.survival.shape[1]
+        unknown = scale = experts.layer_scale
+        others = view.num_inflight - experts.num_modelled
+        if np.count_nonzero(others):
+            unknown = scale * costs.miss ** np.maximum(others, 0)
+        size = scale * experts.survival.shape[1]
         after = experts.survival @ context.keep
         experts0 = size - unknown * experts.survival_sum
         experts1 = size - unknown * after
@@ -225,12 +227,16 @@ def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:
         tokens, usd, known = np.zeros(num_rows), np.zeros(num_rows), 0
     else:
         shared = np.minimum(members.remaining_tokens, length)
-        rows = members.worker_row
-        tokens = np.bincount(rows, shared, num_rows)
-        usd = np.bincount(rows, shared * members.lambda_usd_per_s, num_rows)
-        known = np.bincount(rows, minlength=num_rows)
-    unknown = np.maximum(view.num_inflight - known, 0) * (0.5 * length)
-    return tokens + unknown, usd + unknown * context.target.lambda_usd_per_s
+        tokens = np.bincount(members.worker_row, shared, num_rows)
+        shared *= members.lambda_usd_per_s
+        usd = np.bincount(members.worker_row, shared, num_rows)
+        known = members.num_of_worker
+    unknown = view.num_inflight - known
+    if np.count_nonzero(unknown):
+        half = np.maximum(unknown, 0) * (0.5 * length)
+        tokens += half
+        usd += half * context.target.lambda_usd_per_s
+    return tokens, usd
 
 
 def _tail_extra(

@@ -7,7 +7,6 @@ survival rows of the workers to be recorded - was copied when the choice was mad
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,9 @@ NUM_BEST = 8
 MAX_PRICED = 256
 """Candidates whose terms are recorded on a sampled line, at most."""
 
+NOT_SAMPLED = "not_sampled"
+"""Reason of rows a policy did not look at; when it priced the others, these have no terms."""
+
 _INPUTS = (
     "age_s",
     "num_running",
@@ -52,20 +54,19 @@ class Evidence:
     Attributes:
         context: what the policy saw.
         ranking: what it answered.
-        feasibility: who broke which rule.
-        rows: int64 [R], recorded candidates, winner first, then by score.
-        priced_rows: int64 [Q], those of `rows` whose terms are recorded.
-        experts: survival of `priced_rows` as it was, None without an expert model or when
-            the ranking carries its terms.
+        found: who broke which rule.
+        everyone: record every candidate.
+        priced: (rows int64 [Q], their survival as it was) of the candidates whose terms are
+            still to be worked out; None when the ranking carries its terms, or they do not
+            depend on survival.
         decide_us: CPU time of the choice.
     """
 
     context: PlacementContext
     ranking: Ranking
-    feasibility: Feasibility
-    rows: np.ndarray
-    priced_rows: np.ndarray
-    experts: ExpertRows | None
+    found: Feasibility
+    everyone: bool
+    priced: tuple[np.ndarray, ExpertRows] | None
     decide_us: float
 
 
@@ -75,44 +76,35 @@ def gather(
     found: Feasibility,
     *,
     everyone: bool,
-    began_s: float = 0.0,
-    cpu_s: Callable[[], float] | None = None,
+    decide_us: float = 0.0,
 ) -> Evidence:
-    """Keeps what a record will need: winner, runner-up and the eight best; all on a sample.
-
-    Args:
-        context: what the policy saw.
-        ranking: what it answered.
-        found: who was feasible.
-        everyone: record every candidate.
-        began_s: CPU seconds when the choice began.
-        cpu_s: reads CPU seconds; None records 0.
-    """
-    score = ranking.score
-    best = np.argpartition(score, NUM_BEST)[:NUM_BEST] if len(score) > NUM_BEST else None
-    order = score.argsort() if best is None else best[score[best].argsort()]
-    first = [ranking.chosen]
-    if ranking.runner_up >= 0:
-        first.append(ranking.runner_up)
-    priced = first + [row for row in order.tolist() if row not in first and score[row] < np.inf]
-    rows = priced
-    if everyone:
-        rest = [row for row in score.argsort(kind="stable").tolist() if row not in set(priced)]
-        rows = priced + rest
-        priced = rows[:MAX_PRICED]
-    priced_rows = np.array(priced, np.int64)
-    experts = None
+    """Keeps what a record will need and the live fleet would overwrite before it is made."""
+    priced = None
     if ranking.terms is None and context.view.experts is not None:
-        experts = context.view.experts.take(priced_rows)
+        rows = _best_rows(ranking, everyone=everyone)
+        priced = rows, context.view.experts.take(rows)
     return Evidence(
         context=context,
         ranking=ranking,
-        feasibility=found,
-        rows=np.array(rows, np.int64),
-        priced_rows=priced_rows,
-        experts=experts,
-        decide_us=0.0 if cpu_s is None else (cpu_s() - began_s) * 1e6,
+        found=found,
+        everyone=everyone,
+        priced=priced,
+        decide_us=decide_us,
     )
+
+
+def _best_rows(ranking: Ranking, *, everyone: bool) -> np.ndarray:
+    """Rows whose terms are recorded: winner, runner-up and the eight best, in that order.
+
+    On a sample the best `MAX_PRICED`, infeasible ones last.
+    """
+    score = ranking.score
+    num = MAX_PRICED if everyone else NUM_BEST
+    order = np.argpartition(score, num)[:num] if len(score) > num else np.arange(len(score))
+    order = order[score[order].argsort(kind="stable")].tolist()
+    first = [row for row in (ranking.chosen, ranking.runner_up) if row >= 0]
+    rest = [row for row in order if row not in first and (everyone or score[row] < np.inf)]
+    return np.array(first + rest, np.int64)
 
 
 def decision_line(placed: Placed, evidence: Evidence, router_id: str) -> DecisionRecord:
@@ -164,9 +156,18 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
     """The record of one stage."""
     ranking, context = evidence.ranking, evidence.context
     workers = context.view.workers
-    matrix, at = _terms(evidence)
+    priced = (
+        _best_rows(ranking, everyone=evidence.everyone)
+        if evidence.priced is None
+        else evidence.priced[0]
+    )
+    matrix, place = _terms(evidence, priced)
+    rows = priced.tolist()
+    if evidence.everyone:
+        rows += sorted(set(range(len(workers))) - set(rows))
+    why_not = _why_not(evidence)
     candidates = tuple(
-        _candidate(evidence, row, matrix, at.get(row)) for row in evidence.rows.tolist()
+        _candidate(evidence, row, why_not[row], matrix, place.get(row)) for row in rows
     )
     delta = delta_usd = 0.0
     runner_up = ""
@@ -175,7 +176,7 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
         delta = float(ranking.score[ranking.runner_up] - ranking.score[ranking.chosen])
         if matrix is not None:
             total = matrix.total_usd()
-            delta_usd = float(total[at[ranking.runner_up]] - total[at[ranking.chosen]])
+            delta_usd = float(total[place[ranking.runner_up]] - total[place[ranking.chosen]])
     return StageDecision(
         phase=context.phase.value,
         policy=policy,
@@ -186,59 +187,61 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
         delta_usd=delta_usd,
         candidates=candidates,
         num_candidates=len(workers),
-        num_feasible=int(evidence.feasibility.mask.sum()),
+        num_feasible=int(evidence.found.mask.sum()),
         fallback=ranking.fallback,
         decide_us=evidence.decide_us,
     )
 
 
-def _terms(evidence: Evidence) -> tuple[TermMatrix | None, dict[int, int]]:
-    """The objective and, per worker row, its row in there."""
+def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, dict[int, int]]:
+    """The objective, and per worker row its row in there."""
     ranking, context = evidence.ranking, evidence.context
-    priced = evidence.priced_rows.tolist()
+    rows = priced.tolist()
     if ranking.terms is not None:
-        return ranking.terms, {row: row for row in priced}
-    if context.costs is None or not context.costs.known[evidence.priced_rows].all():
+        unpriced = [out for name, out in ranking.excluded if name == NOT_SAMPLED]
+        return ranking.terms, {row: row for row in rows if not any(out[row] for out in unpriced)}
+    if context.costs is None:
         return None, {}
-    view = dataclasses.replace(context.view, experts=None).take(evidence.priced_rows)
-    few = dataclasses.replace(
-        context,
-        view=dataclasses.replace(view, experts=evidence.experts),
-        feasible=context.feasible.take(evidence.priced_rows),
-        cached_tokens=context.cached_tokens.take(evidence.priced_rows),
-        transfer_s=context.transfer_s.take(evidence.priced_rows),
-        costs=context.costs.take(evidence.priced_rows),
-    )
-    return objective.terms(few), {row: place for place, row in enumerate(priced)}
+    rows = [row for row in rows if context.costs.known[row]]
+    few = dataclasses.replace(context, view=dataclasses.replace(context.view, experts=None))
+    few = few.take(np.array(rows, np.int64))
+    if evidence.priced is not None:
+        known = context.costs.known[priced].nonzero()[0]
+        view = dataclasses.replace(few.view, experts=evidence.priced[1].take(known))
+        few = dataclasses.replace(few, view=view)
+    return objective.terms(few), {row: place for place, row in enumerate(rows)}
+
+
+def _why_not(evidence: Evidence) -> list[str]:
+    """Per row the rule it broke, or why the policy set it aside; "" for a candidate."""
+    told = list(evidence.found.why_not())
+    for name, out in evidence.ranking.excluded:
+        for row in out.nonzero()[0].tolist():
+            told[row] = told[row] or name
+    return told
 
 
 def _candidate(
-    evidence: Evidence, row: int, matrix: TermMatrix | None, at: int | None
+    evidence: Evidence, row: int, why_not: str, matrix: TermMatrix | None, place: int | None
 ) -> Candidate:
     context, ranking = evidence.context, evidence.ranking
     view, worker = context.view, context.view.workers[row]
     inputs = {name: float(getattr(view, name)[row]) for name in _INPUTS}
     if context.phase is Phase.PREFILL:
         inputs["cached_tokens"] = float(context.cached_tokens[row])
-    else:
-        inputs["transfer_s"] = float(context.transfer_s[row])
     score = float(ranking.score[row])
-    why_not = evidence.feasibility.why_not(row)
-    if not why_not:
-        why_not = next((name for name, out in ranking.excluded if out[row]), "")
-    priced = matrix is not None and at is not None and not why_not_priced(ranking, row)
     terms: tuple[CostTerm, ...] = ()
     total = 0.0
-    if priced and matrix is not None:
+    if matrix is not None and place is not None:
         kinds = matrix.kinds or (TermKind.COST,) * len(matrix.names)
         terms = tuple(
             CostTerm(name=name, seconds=float(seconds), usd=float(usd), kind=kind)
             for name, seconds, usd, kind in zip(
-                matrix.names, matrix.seconds[at], matrix.usd[at], kinds, strict=True
+                matrix.names, matrix.seconds[place], matrix.usd[place], kinds, strict=True
             )
         )
         total = sum(term.usd for term in terms if term.kind is TermKind.COST)
-        inputs.update((name, float(values[at])) for name, values in matrix.facts)
+        inputs.update((name, float(values[place])) for name, values in matrix.facts)
     return Candidate(
         worker_id=worker.worker_id,
         pool=worker.pool,
@@ -248,11 +251,4 @@ def _candidate(
         total_usd=total,
         inputs=inputs,
         why_not=why_not,
-    )
-
-
-def why_not_priced(ranking: Ranking, row: int) -> bool:
-    """Whether a policy that prices a sample left this row out of it."""
-    return any(name == "not_sampled" and out[row] for name, out in ranking.excluded) and (
-        ranking.terms is not None
     )

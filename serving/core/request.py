@@ -17,6 +17,9 @@ class SloClass(enum.Enum):
     B = "B"
     C = "C"
 
+    # Members key the decision's dictionaries; Enum's own hash is a Python call each time.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTarget:

@@ -415,8 +415,7 @@ class Router:
             ranking,
             choice.found,
             everyone=self._on_sample(given.sequence),
-            began_s=began_s,
-            cpu_s=self._cpu_s,
+            decide_us=0.0 if self._cpu_s is None else (self._cpu_s() - began_s) * 1e6,
         )
         lease = self.fleet.reserve(self._reservation(given, choice))
         self._sequence += 1

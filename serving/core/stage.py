@@ -17,6 +17,7 @@ from serving.core.experts import ExpertProfiles
 from serving.core.feasibility import (
     CellRows,
     Feasibility,
+    FitQuestion,
     cell_rows,
     feasibility,
     raise_infeasible,
@@ -118,19 +119,21 @@ class StageChooser:
         moves = phase is Phase.DECODE and given.source is not None
         transfer_s = self._transfer_s(given, view) if moves else np.zeros(len(view.workers))
         found = feasibility(
-            request,
-            phase,
-            view,
-            costs,
-            cell,
-            self._config.fit,
-            target,
-            transfer_s=transfer_s if moves else None,
-            source=given.source,
-            exclude=given.exclude,
+            FitQuestion(
+                request=request,
+                phase=phase,
+                view=view,
+                costs=costs,
+                cell=cell,
+                rules=self._config.fit,
+                target=target,
+                transfer_s=transfer_s if moves else None,
+                source=given.source,
+                exclude=given.exclude,
+            )
         )
         if not found.mask.any():
-            raise_infeasible(request, phase, given.cell, found, costs)
+            raise_infeasible(found, given.cell)
         hashes, cached = self._cached(given, found, costs, learned.prefix_index)
         context = PlacementContext(
             request=request,
@@ -162,7 +165,7 @@ class StageChooser:
         costs, cells = cached
         rows = cells.get(cell)
         if rows is None:
-            rows = cells[cell] = cell_rows(cell, costs)
+            rows = cells[cell] = cell_rows(cell, costs, self._config.fit)
         return costs, rows
 
     def _transfer_s(self, given: StageInput, view: FleetView) -> np.ndarray:

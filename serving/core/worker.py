@@ -31,6 +31,9 @@ class Phase(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    # Members key the decision's dictionaries; Enum's own hash is a Python call each time.
+    __hash__ = object.__hash__
+
 
 class WorkerState(enum.Enum):
     """Life of a worker as the router sees it; only READY takes new work."""
@@ -150,11 +153,13 @@ class Members:
         worker_row: int64 [N], the view's row of each request's worker.
         remaining_tokens: float64 [N], expected output tokens still to come, >= 1.
         lambda_usd_per_s: float64 [N], price of each request's delay.
+        num_of_worker: int64 [W], how many of them each worker has.
     """
 
     worker_row: np.ndarray
     remaining_tokens: np.ndarray
     lambda_usd_per_s: np.ndarray
+    num_of_worker: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -256,6 +261,7 @@ class FleetView:
                 worker_row=moved.take(stays),
                 remaining_tokens=members.remaining_tokens.take(stays),
                 lambda_usd_per_s=members.lambda_usd_per_s.take(stays),
+                num_of_worker=members.num_of_worker.take(rows),
             )
         return FleetView(
             workers=tuple(self.workers[row] for row in rows.tolist()),

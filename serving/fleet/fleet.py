@@ -147,7 +147,10 @@ class Fleet:
             member_slot, member_remaining, price = self.ledger.member_rows(now_s)
             worker_row = index.row_of_slot.take(member_slot)
             members = Members(
-                worker_row=worker_row, remaining_tokens=member_remaining, lambda_usd_per_s=price
+                worker_row=worker_row,
+                remaining_tokens=member_remaining,
+                lambda_usd_per_s=price,
+                num_of_worker=counts[Ledger.DECODING],
             )
             remaining = np.bincount(worker_row, member_remaining, len(slots))
             if self.survival is not None:

@@ -54,6 +54,8 @@ class SurvivalRows:
         self.pseudo_members = pseudo_members
         self.drift_rate = drift_rate
         self._default_scale = layer_scale
+        self._ones = np.ones(size, np.float32)
+        self._joined: dict[int, list[np.ndarray]] = {}
         self._worker_ids: tuple[str, ...] = ()
         self._row_of: dict[str, int] = {}
         self._log = np.zeros((0, size), np.float64)
@@ -70,6 +72,8 @@ class SurvivalRows:
         """Puts rows into the order of a new decode view; unknown workers start empty."""
         if worker_ids == self._worker_ids:
             return
+        for row in tuple(self._joined):
+            self._take_logs(row)
         old = [self._row_of.get(worker_id, -1) for worker_id in worker_ids]
         num, had = len(worker_ids), np.array([row >= 0 for row in old], bool)
         source = np.array([row for row in old if row >= 0], np.int64)
@@ -100,10 +104,10 @@ class SurvivalRows:
             keep: float32 [M], 1 - q, in [MIN_KEEP, 1].
         """
         row = self._row_of[worker_id]
-        self._log[row] += np.log(keep)
+        self._joined.setdefault(row, []).append(keep)
         survival = self._survival[row]
         survival *= keep
-        self._sum[row] = survival.sum()
+        self._sum[row] = survival @ self._ones
         self._num[row] += 1
         if self._profiles is not None:
             if self.drift_rate > 0.0:
@@ -113,13 +117,14 @@ class SurvivalRows:
             else:
                 prior = self._prior_survival[row]
                 prior *= keep
-                self._prior_sum[row] = prior.sum()
+                self._prior_sum[row] = prior @ self._ones
 
     def remove(self, worker_id: str, keep: np.ndarray) -> None:
         """A request leaves a worker; a worker no longer arranged is ignored."""
         row = self._row_of.get(worker_id)
         if row is None:
             return
+        self._take_logs(row)
         self._num[row] -= 1
         if self._num[row] <= 0:
             self._num[row] = 0
@@ -127,7 +132,7 @@ class SurvivalRows:
         else:
             self._log[row] -= np.log(keep)
         self._survival[row] = np.exp(self._log[row])
-        self._sum[row] = self._survival[row].sum()
+        self._sum[row] = self._survival[row] @ self._ones
         if self._profiles is not None:
             self._refresh_prior(row)
 
@@ -181,9 +186,15 @@ class SurvivalRows:
             survival_prior_sum=self._prior_sum.copy() if prior else None,
         )
 
+    def _take_logs(self, row: int) -> None:
+        """Moves joins into the log row; put off until somebody leaves, off the decision."""
+        for keep in self._joined.pop(row, ()):
+            self._log[row] += np.log(keep)
+
     def _refresh_prior(self, row: int) -> None:
         assert self._profiles is not None
+        self._take_logs(row)
         unused = np.maximum(1.0 - self._profiles[row], MIN_KEEP)
         self._prior_log[row] = self.pseudo_members * np.log(unused)
         self._prior_survival[row] = np.exp(self._log[row] + self._prior_log[row])
-        self._prior_sum[row] = self._prior_survival[row].sum()
+        self._prior_sum[row] = self._prior_survival[row] @ self._ones

@@ -8,7 +8,7 @@ regions are nearest to the request's calibration cluster, and the least loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class ExpertCostOptions:
             spreads the choices of several routers with the same stale view.
     """
 
-    score: objective.ScoreOptions = objective.ScoreOptions()
+    score: objective.ScoreOptions = field(default_factory=objective.ScoreOptions)
     max_spread: bool = False
     sample_above: int = 128
     num_near: int = 32

@@ -2,15 +2,14 @@
 
 Load is seconds of work at the worker's measured speed, never a count: queued plus own
 uncached tokens (at the bucket they run in) for prefill; outstanding output tokens over the
-worker's decode throughput with this request for decode.
+worker's decode throughput with this request for decode, by the mean number of experts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from serving.core import objective
-from serving.core.placement import PlacementContext, Ranking, TermMatrix
+from serving.core.placement import PlacementContext, Ranking
 from serving.core.worker import Phase
 from serving.policies.p2c import two_of
 from serving.policies.picking import rank_by
@@ -38,27 +37,31 @@ class PowerOfTwoWork:
             share = context.cached_tokens / context.request.num_prompt_tokens
             weights = 1.0 + self.prefix_bias * share
         sampled = two_of(context, rng, weights)
-        matrix = None if context.costs is None else objective.terms(context)
-        seconds = np.where(sampled, completion_s(context, matrix), np.inf)
+        score = np.where(sampled, completion(context), np.inf)
         excluded = (("not_sampled", context.feasible & ~sampled),)
-        return rank_by(seconds, context, rng, unit="s", terms=matrix, excluded=excluded)
+        unit = "token_slowness" if context.costs is None else "s"
+        return rank_by(score, context, rng, unit=unit, excluded=excluded)
 
 
-def completion_s(context: PlacementContext, matrix: TermMatrix | None) -> np.ndarray:
+def completion(context: PlacementContext) -> np.ndarray:
     """Predicted seconds until each worker has done this request's work, float64 [W].
 
     Without coefficients the same in tokens: outstanding work times measured slowness.
     """
-    view = context.view
+    view, costs = context.view, context.costs
     if context.phase is Phase.PREFILL:
-        if matrix is not None:
-            return dict(matrix.facts)["ttft_s"]
-        own = context.request.num_prompt_tokens - context.cached_tokens
-        return (view.queued_prefill_tokens + own) * view.speed_factor
-    own = context.request.length.mean_tokens
-    outstanding = view.remaining_decode_tokens + own
-    if matrix is None:
+        cached = np.minimum(context.cached_tokens, context.request.num_prompt_tokens - 1)
+        own = context.request.num_prompt_tokens - cached.astype(np.int64)
+        if costs is None:
+            return (view.queued_prefill_tokens + own) * view.speed_factor
+        padded, chunks = costs.padded(own)
+        seconds = (view.queued_prefill_tokens + padded) * costs.prefill_token_s
+        return (seconds + chunks * costs.prefill_chunk_s) * view.speed_factor
+    outstanding = view.remaining_decode_tokens + context.request.length.mean_tokens
+    if costs is None:
         return outstanding * view.speed_factor
     # All requests of a step advance together: n + 1 tokens every t(S + r) seconds.
-    step_s = dict(matrix.facts)["step_with_s"]
-    return context.transfer_s + outstanding * step_s / (view.num_inflight + 1.0)
+    num = view.num_inflight + 1.0
+    step_s = costs.expert_s * costs.total_experts * (1.0 - costs.miss**num)
+    step_s += costs.step_base_s + costs.request_s * num + costs.attention_s * view.kv_tokens
+    return context.transfer_s + outstanding * step_s * view.speed_factor / num
