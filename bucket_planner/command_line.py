@@ -1,4 +1,4 @@
-"""The frame every planner binary runs in: flags first, one error style, exit code 2 when wrong."""
+"""The frame the binaries run in: flags first, one error style, exit code 2 when wrong."""
 
 import sys
 from collections.abc import Callable
@@ -8,12 +8,18 @@ from absl import app, flags
 from bucket_planner.errors import PlannerError
 
 
-def run_main(main: Callable[[], None], *, usage: str) -> None:
+def run_main(
+    main: Callable[[], None],
+    *,
+    usage: str,
+    errors: tuple[type[Exception], ...] = (PlannerError,),
+) -> None:
     """Parses flags, runs `main`, and turns wrong flags or configuration into exit code 2.
 
     Args:
       main: the binary's work; reads `flags.FLAGS`.
       usage: what `--help` says above the flags.
+      errors: what counts as wrong configuration; anything else is a bug and keeps its traceback.
     """
     sys.modules["__main__"].__doc__ = usage
 
@@ -22,7 +28,7 @@ def run_main(main: Callable[[], None], *, usage: str) -> None:
             _fail(f"unexpected argument {argv[1]!r}: every setting is a --flag")
         try:
             main()
-        except PlannerError as error:
+        except errors as error:
             _fail(str(error))
 
     app.run(guarded, flags_parser=_parse)

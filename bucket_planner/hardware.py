@@ -127,7 +127,7 @@ class Hardware:
       interconnect: link bandwidths.
       torus_dims: 2 or 3 on TPUs, 0 otherwise.
       pod_chips: chips in the largest ICI or NVLink domain.
-      wrap_axis_chips: length from which a torus axis wraps round; None = never.
+      wrap_axis_chips: a torus axis wraps round when its length is a multiple; None = never.
       jax_devices_per_chip: JAX devices one chip shows.
       min_tensor_parallel: smallest tensor-parallel degree engines support, in JAX devices.
       min_token_bucket: smallest step bucket engines compile, in tokens.

@@ -1,0 +1,1 @@
+"""What work costs: catalogue, formulas, feasibility, cells, padding, transfer, topology."""
