@@ -250,6 +250,10 @@ class MoeTransformer(nnx.Module):
         hidden = layers.rms_norm(x, self.final_norm[...], config.rms_norm_eps)
         return Forward(hidden=hidden, routers=tuple(routers))
 
+    def head(self) -> jax.Array:
+        """The output head, [V, D]: the embedding where the two are tied."""
+        return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...].T
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores over the vocabulary.
 
@@ -259,8 +263,7 @@ class MoeTransformer(nnx.Module):
         Returns:
           [..., V] float32.
         """
-        head = self.embed[...].T if self.config.tie_word_embeddings else self.lm_head[...]
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return jnp.matmul(hidden, self.head().T, preferred_element_type=jnp.float32)
 
 
 def model_of(config: ModelConfig, params: Params) -> MoeTransformer:

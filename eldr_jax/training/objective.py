@@ -45,7 +45,7 @@ class StepMetrics:
 
 
 def token_losses(model: MoeTransformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropy of each token.
+    """Cross-entropy of each token, for evaluation.
 
     Args:
       model: for its output head.
@@ -55,19 +55,63 @@ def token_losses(model: MoeTransformer, hidden: jax.Array, targets: jax.Array) -
     Returns:
       [N] float32, nats.
     """
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets)
 
-    @jax.checkpoint
-    def chunk_losses(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model.logits(chunk[0]), chunk[1])
 
+@jax.custom_vjp
+def mean_token_loss(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross-entropy, for training.
+
+    Scores over the vocabulary exist for `_LOSS_CHUNK_TOKENS` tokens at a time and are used for
+    loss and gradients in one go: neither kept nor computed twice.
+
+    Args:
+      head: [V, D].
+      hidden: [N, D]; N is a multiple of the chunk, or one chunk is all of it.
+      targets: [N] int32.
+
+    Returns:
+      Scalar float32, nats.
+    """
+    return _mean_token_loss_fwd(head, hidden, targets)[0]
+
+
+def _mean_token_loss_fwd(
+    head: jax.Array, hidden: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     num_tokens, width = hidden.shape
-    if num_tokens % _LOSS_CHUNK_TOKENS:
-        return chunk_losses((hidden, targets))
-    chunks = (
-        hidden.reshape(-1, _LOSS_CHUNK_TOKENS, width),
-        targets.reshape(-1, _LOSS_CHUNK_TOKENS),
-    )
-    return jax.lax.map(chunk_losses, chunks).reshape(-1)
+    chunk = num_tokens if num_tokens % _LOSS_CHUNK_TOKENS else _LOSS_CHUNK_TOKENS
+    vocabulary = jnp.arange(head.shape[0])[None, :]
+
+    def add_chunk(
+        sums: tuple[jax.Array, jax.Array], rows: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        loss_sum, head_grad = sums
+        states, wanted = rows
+        scores = states @ head.T
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        powers = jnp.exp(scores - top)
+        total = jnp.sum(powers, axis=-1, keepdims=True)
+        chosen = jnp.take_along_axis(scores, wanted[:, None], axis=1)
+        losses = jnp.log(total) + top - chosen
+        score_grad = powers / (total * num_tokens)
+        score_grad -= jnp.where(vocabulary == wanted[:, None], 1.0 / num_tokens, 0.0)
+        sums = (loss_sum + jnp.sum(losses), head_grad + score_grad.T @ states)
+        return sums, score_grad @ head
+
+    start = (jnp.zeros((), hidden.dtype), jnp.zeros_like(head))
+    rows = (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk))
+    (loss_sum, head_grad), hidden_grad = jax.lax.scan(add_chunk, start, rows)
+    return loss_sum / num_tokens, (head_grad, hidden_grad.reshape(hidden.shape))
+
+
+def _mean_token_loss_bwd(
+    grads: tuple[jax.Array, jax.Array], scale: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    return grads[0] * scale, grads[1] * scale, None
+
+
+mean_token_loss.defvjp(_mean_token_loss_fwd, _mean_token_loss_bwd)
 
 
 def expert_frequency(ids: jax.Array, num_experts: int) -> jax.Array:
@@ -122,7 +166,7 @@ def objective(
     inputs, targets = sequences[:, :-1], sequences[:, 1:].reshape(-1)
     forward = model(inputs, dispatch)
     hidden = forward.hidden.reshape(targets.shape[0], -1)
-    cross_entropy = jnp.mean(token_losses(model, hidden, targets))
+    cross_entropy = mean_token_loss(model.head(), hidden, targets)
     num_experts = model.config.num_experts
     frequency = jnp.stack([expert_frequency(t.ids, num_experts) for t in forward.routers])
     wide = frequency_decay * running_frequency + (1.0 - frequency_decay) * frequency
