@@ -8,6 +8,7 @@ steps of workers it never touched. So:
   first token there to the end of the step that made its last, over the tokens between.
 - TTFT: the busy clock of its prefill worker from the request's arrival there to the end of the
   step that finished its prompt: queueing behind other prompts included, the hand-over not.
+  Workers say both in the trailing metadata of each answer.
 - distinct experts: of each decode step, the mean over layers of the experts its real tokens
   touched, WEIGHTED BY TOKENS: mean over decode tokens of the distinct experts of the step that
   made them. An unweighted mean over steps falls by mere imbalance (many steps of one token).
@@ -28,7 +29,7 @@ class Step:
     Attributes:
         worker_id: who ran it.
         kind: "prefill" or "decode".
-        started_s, duration_s: on the worker's busy clock.
+        duration_s: measured seconds.
         num_tokens: real tokens.
         distinct_experts: mean over layers.
         request_ids: who was in it.
@@ -36,16 +37,10 @@ class Step:
 
     worker_id: str
     kind: str
-    started_s: float
     duration_s: float
     num_tokens: int
     distinct_experts: float
     request_ids: tuple[str, ...]
-
-    @property
-    def ended_s(self) -> float:
-        """Busy clock at its end."""
-        return self.started_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,36 +64,33 @@ class RequestCost:
 
 
 def request_costs(
-    steps: Sequence[Step], arrived_busy_s: Mapping[str, float]
+    steps: Sequence[Step], times: Mapping[str, tuple[float, float]]
 ) -> dict[str, RequestCost]:
     """Joins steps by request.
 
     Args:
-        steps: of all workers, in each worker's order.
-        arrived_busy_s: request id -> busy clock of its prefill worker at its arrival there.
+        steps: of all workers.
+        times: request id -> (TTFT, TPOT) in seconds.
 
     Returns:
-        One cost for each request that took part in a decode step.
+        One cost for each request of `times` that took part in a decode step.
     """
     decode: dict[str, list[Step]] = {}
-    prefill_end_s: dict[str, float] = {}
     for step in steps:
-        for request_id in step.request_ids:
-            if step.kind == "decode":
+        if step.kind == "decode":
+            for request_id in step.request_ids:
                 decode.setdefault(request_id, []).append(step)
-            else:
-                prefill_end_s[request_id] = step.ended_s
     costs = {}
-    for request_id, mine in decode.items():
-        gaps = len(mine) - 1
-        tpot_s = (mine[-1].ended_s - mine[0].ended_s) / gaps if gaps else float("nan")
-        arrived = arrived_busy_s.get(request_id, float("nan"))
+    for request_id, (ttft_s, tpot_s) in times.items():
+        mine = decode.get(request_id)
+        if not mine:
+            continue
         costs[request_id] = RequestCost(
             request_id=request_id,
             num_decode_tokens=len(mine),
             distinct_experts=float(np.mean([step.distinct_experts for step in mine])),
             batch_tokens=float(np.mean([step.num_tokens for step in mine])),
-            ttft_s=prefill_end_s.get(request_id, float("nan")) - arrived,
+            ttft_s=ttft_s,
             tpot_s=tpot_s,
         )
     return costs

@@ -9,11 +9,10 @@ from serving.demo.accounting import RequestCost, Step, request_costs, summarise
 from serving.demo.compare import compare_distinct_experts
 
 
-def _step(worker, kind, started, duration, tokens, experts, *ids):
+def _step(kind, duration, tokens, experts, *ids):
     return Step(
-        worker_id=worker,
+        worker_id="w",
         kind=kind,
-        started_s=started,
         duration_s=duration,
         num_tokens=tokens,
         distinct_experts=experts,
@@ -22,31 +21,32 @@ def _step(worker, kind, started, duration, tokens, experts, *ids):
 
 
 STEPS = (
-    _step("p0", "prefill", 0.0, 0.5, 30, 40, "a"),
-    _step("p0", "prefill", 0.5, 0.25, 10, 20, "b"),
-    _step("d0", "decode", 0.0, 0.1, 1, 4, "a"),
-    _step("d0", "decode", 0.1, 0.3, 2, 8, "a", "b"),
-    _step("d0", "decode", 0.4, 0.2, 1, 6, "a"),
+    _step("prefill", 0.5, 30, 40, "a"),
+    _step("decode", 0.1, 1, 4, "a"),
+    _step("decode", 0.3, 2, 8, "a", "b"),
+    _step("decode", 0.2, 1, 6, "a"),
 )
+TIMES = {"a": (0.5, 0.25), "b": (0.65, math.nan), "refused": (math.nan, math.nan)}
 
 
 def test_request_costs_by_hand():
-    costs = request_costs(STEPS, {"a": 0.0, "b": 0.1})
-    assert costs["a"].tpot_s == pytest.approx((0.6 - 0.1) / 2)
-    assert costs["a"].ttft_s == pytest.approx(0.5)
+    costs = request_costs(STEPS, TIMES)
+    assert costs.keys() == {"a", "b"}
     assert costs["a"].distinct_experts == pytest.approx((4 + 8 + 6) / 3)
-    assert costs["b"].ttft_s == pytest.approx(0.65)
-    assert math.isnan(costs["b"].tpot_s)
+    assert costs["a"].num_decode_tokens == 3
+    assert costs["a"].batch_tokens == pytest.approx((1 + 2 + 1) / 3)
+    assert (costs["a"].ttft_s, costs["a"].tpot_s) == (0.5, 0.25)
 
 
 def test_summary_weighs_by_tokens():
-    costs = list(request_costs(STEPS, {"a": 0.0, "b": 0.1}).values())
-    summary = summarise(costs, STEPS, num_requests=2, num_failed=0)
+    costs = list(request_costs(STEPS, TIMES).values())
+    summary = summarise(costs, STEPS, num_requests=3, num_failed=1)
     # Four decode tokens: experts 4, 8, 8, 6 of the steps that made them.
     assert summary["distinct_experts_per_step"] == pytest.approx((4 + 8 + 8 + 6) / 4)
     assert summary["mean_batch_per_worker"] == pytest.approx((1 + 2 + 2 + 1) / 4)
     assert summary["step_ms_p50"] == pytest.approx(200)
-    assert summary["num_requests"] == 2
+    assert summary["tpot_ms_p50"] == pytest.approx(250)
+    assert (summary["num_requests"], summary["num_failed"]) == (3, 1)
 
 
 def _costs(experts, tokens=10):
