@@ -256,8 +256,12 @@ class Engine:
 
     # The step loop's side.
 
-    def next_work(self) -> Work | None:
-        """Waits for something to do; None when the engine is closed or unhealthy."""
+    def next_work(self, *, wait: bool = True) -> Work | None:
+        """What to do next; None when the engine is closed or unhealthy.
+
+        Args:
+            wait: sleep until there is something; False may return work of nothing.
+        """
         with self._changed:
             while True:
                 self._settle()
@@ -272,7 +276,7 @@ class Engine:
                 )
                 self._landings.clear()
                 self._readings.clear()
-                if work.landings or work.readings or work.chunks:
+                if not wait or work.landings or work.readings or work.chunks:
                     self._in_step.update(landing.sequence for landing in work.landings)
                     self._in_step.update(chunk.sequence for chunk in work.chunks)
                     return work

@@ -181,7 +181,7 @@ def model_config() -> ModelConfig:
     return ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        num_layers=3,
+        num_layers=2,
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
