@@ -87,7 +87,7 @@ class FitQuestion:
         rules: margins.
         target: the request's class.
         transfer_s: float64 [W], hand-over seconds; None when nothing moves.
-        source: the prefill worker whose KV moves; None when unknown.
+        hand_over_ok: bool [W], KV of the prefill worker can be taken; None when unknown.
         exclude: worker ids that refused this request or lost it before.
     """
 
@@ -99,7 +99,7 @@ class FitQuestion:
     rules: FitRules
     target: SloTarget
     transfer_s: np.ndarray | None = None
-    source: WorkerInfo | None = None
+    hand_over_ok: np.ndarray | None = None
     exclude: frozenset[str] = frozenset()
 
     def kv_blocks(self) -> np.ndarray:
@@ -142,9 +142,8 @@ class Feasibility:
         ]
         if asked.phase is Phase.DECODE:
             told.append(("slots", view.num_inflight < costs.max_num_seqs))
-            if asked.source is not None:
-                pages, parallel = _hand_over_ok(asked.source, costs)
-                told += [("page_size", pages), ("tensor_parallel", parallel)]
+            if asked.hand_over_ok is not None:
+                told.append(("hand_over", asked.hand_over_ok))
         if asked.exclude:
             told.append(("excluded", _not_excluded(asked)))
         if self.transfer_ok is not None:
@@ -160,6 +159,22 @@ class Feasibility:
         )
 
 
+def hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
+    """Who can take a worker's KV, bool [W].
+
+    It moves only between equal pages and, on TPU, between equal tensor parallelism; a worker
+    keeps its own.
+    """
+    mine = source.capabilities
+    pages = costs.page_size_tokens == mine.page_size_tokens
+    parallel = costs.any_tp | (costs.tensor_parallel == mine.tensor_parallel)
+    connector = np.array(
+        [w.capabilities.kv_connector == mine.kv_connector for w in costs.workers], bool
+    )
+    itself = np.array([w == source.worker_id for w in costs.worker_ids], bool)
+    return itself | (pages & parallel & connector)
+
+
 def feasibility(asked: FitQuestion) -> Feasibility:
     """Applies every rule to every worker of a view."""
     costs, view = asked.costs, asked.view
@@ -170,15 +185,13 @@ def feasibility(asked: FitQuestion) -> Feasibility:
         mask &= _context_ok(asked)
     if asked.phase is Phase.DECODE:
         mask &= view.num_inflight < costs.max_num_seqs
-        if asked.source is not None:
-            pages, parallel = _hand_over_ok(asked.source, costs)
-            mask &= pages
-            mask &= parallel
+        if asked.hand_over_ok is not None:
+            mask &= asked.hand_over_ok
     if asked.exclude:
         mask &= _not_excluded(asked)
     transfer_ok = None
     limit_s = asked.rules.max_transfer_share * asked.target.ttft_p99_s
-    if asked.transfer_s is not None and limit_s < np.inf:
+    if asked.transfer_s is not None and asked.transfer_s.max(initial=0.0) > limit_s:
         near = asked.transfer_s <= limit_s
         near_mask = mask & near
         if near_mask.any():
@@ -233,14 +246,6 @@ def _kv_ok(asked: FitQuestion, blocks: np.ndarray) -> np.ndarray:
     idle &= left >= 0
     fits |= idle
     return fits
-
-
-def _hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> tuple[np.ndarray, np.ndarray]:
-    """KV moves only between equal pages, and on TPU between equal tensor parallelism."""
-    mine = source.capabilities
-    pages = costs.page_size_tokens == mine.page_size_tokens
-    parallel = costs.tensor_parallel == mine.tensor_parallel
-    return pages, parallel | costs.any_tp
 
 
 def _not_excluded(asked: FitQuestion) -> np.ndarray:

@@ -1,16 +1,34 @@
-"""J of DESIGN "Placement", term by term, in seconds and dollars.
+"""J of DESIGN "Placement": prices of running one request on each worker.
 
     J(x | r) = rate(x) * chip_seconds(x | r)
              + lambda[r] * (r's own visible delay)
              + sum over the others j of lambda[j] * min(E[len_r], E[rem_j]) * (t(S+r) - t(S))
 
-Each function fills a `TermMatrix`: one row per worker, every entry a product an operator can
-redo with the facts beside it. Pure functions of a `PlacementContext`.
+`price` works out the physical quantities for all workers and J as one array; the same
+quantities spell it out term by term (`matrix`) when somebody asks, which is after the choice.
+The terms are products an operator can redo with the facts beside them; they sum to J.
+
+Prefill of a prompt, `f` the worker's measured slowness:
+
+    queue           queued tokens * token_s * f                           at lambda
+    prefill         (uncached * token_s + chunks * chunk_s) * f           at rate + lambda
+    padding         (bucket - uncached) * token_s * f                     at rate + lambda
+    prefix_saving   cached * token_s * f                                  at rate + lambda, INFO
+
+Decode, L = E[len_r], t0 = t(S), t1 = t(S + r):
+
+    transfer        KV hand-over                                          at lambda
+    decode_delay    L * t1                                                at lambda
+    decode_compute  L * (t1 - t0)                                         at rate
+    externality     sum_j min(L, rem_j) * (t1 - t0)                       at each lambda_j
+    region_prior    (L + others) * c2 * f * experts the region holds      SCORE
+    tail_weight     J at t_ref * (t / t_ref)^p, minus J                   SCORE
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +36,6 @@ from serving.core.costs import WorkerCosts
 from serving.core.decision import TermKind
 from serving.core.placement import PlacementContext, TermMatrix
 from serving.core.worker import Phase
-
-PREFILL_NAMES = ("queue", "prefill", "padding", "prefix_saving")
-_PREFILL_KINDS = (TermKind.COST, TermKind.COST, TermKind.COST, TermKind.INFO)
-DECODE_NAMES = ("transfer", "decode_delay", "decode_compute", "externality")
-_COST4 = (TermKind.COST,) * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +46,7 @@ class ScoreOptions:
         region_prior: credit experts that the worker's region holds anyway.
         tail_power: p of t_ref * (t / t_ref)^p, the tail-weighted step time; 1 is plain.
         tail_reference_s: t_ref, the cell's median step time; None takes the median of the
-            candidates' own steps with the request.
+            feasible workers' steps with the request.
     """
 
     region_prior: bool = True
@@ -50,172 +63,222 @@ class ScoreOptions:
 PLAIN = ScoreOptions(region_prior=False)
 
 
-def terms(context: PlacementContext, options: ScoreOptions = PLAIN) -> TermMatrix:
-    """The objective of the context's phase.
+class Prices(Protocol):
+    """Priced workers of one choice.
+
+    Attributes:
+        score_usd: float64 [W], J plus what joins it in the score only.
+    """
+
+    @property
+    def score_usd(self) -> np.ndarray:
+        """J plus what joins it in the score only, float64 [W]."""
+        ...
+
+    def breaks_target(self) -> np.ndarray:
+        """Which workers would break a promise of the class, bool [W]."""
+        ...
+
+    def matrix(self) -> TermMatrix:
+        """The terms of all W workers."""
+        ...
+
+
+def price(context: PlacementContext, options: ScoreOptions = PLAIN) -> Prices:
+    """Prices the workers of a context for its phase.
 
     Raises:
-        ValueError: the context prices nothing (`costs` is None), or a NaN came out.
+        ValueError: the context has no coefficients (`costs` is None).
     """
+    if context.costs is None:
+        raise ValueError("costs=None: the objective needs the workers' coefficients")
     if context.phase is Phase.PREFILL:
-        return prefill_terms(context)
-    return decode_terms(context, options)
+        return PrefillPrices(context, context.costs)
+    return DecodePrices(context, context.costs, options)
 
 
-def prefill_terms(context: PlacementContext) -> TermMatrix:
-    """Terms of running the prompt on each worker.
+class PrefillPrices:
+    """Prices of running the prompt; at least its last token is always computed.
 
-        queue          queued tokens * token_s * f                       at lambda
-        prefill        (uncached * token_s + chunks * chunk_s) * f       at rate + lambda
-        padding        (bucket - uncached) * token_s * f                 at rate + lambda
-        prefix_saving  cached * token_s * f                              at rate + lambda (INFO)
-
-    At least the last prompt token is always computed.
+    Attributes:
+        score_usd: float64 [W], J.
+        ttft_s: float64 [W], predicted seconds from now to the first token.
     """
-    costs = _costs(context)
-    request, view = context.request, context.view
-    price = context.target.lambda_usd_per_s
-    cached = np.minimum(context.cached_tokens, request.num_prompt_tokens - 1)
-    uncached = request.num_prompt_tokens - cached.astype(np.int64)
-    padded, chunks = costs.padded(uncached)
-    speed = view.speed_factor
-    token_s = costs.prefill_token_s * speed
-    both = costs.rate_usd_per_s + price
-    seconds = np.empty((4, len(speed)))
-    np.multiply(view.queued_prefill_tokens, token_s, out=seconds[0])
-    np.multiply(uncached, token_s, out=seconds[1])
-    seconds[1] += chunks * costs.prefill_chunk_s * speed
-    np.multiply(padded - uncached, token_s, out=seconds[2])
-    np.multiply(cached, token_s, out=seconds[3])
-    usd = seconds * both
-    np.multiply(seconds[0], price, out=usd[0])
-    facts = (
-        ("uncached_tokens", uncached),
-        ("padded_tokens", padded),
-        ("ttft_s", seconds[0] + seconds[1] + seconds[2]),
-    )
-    return _checked(PREFILL_NAMES, _PREFILL_KINDS, seconds, usd, facts)
 
+    def __init__(self, context: PlacementContext, costs: WorkerCosts) -> None:
+        self._context = context
+        num_tokens = context.request.num_prompt_tokens
+        self._cached = np.minimum(context.cached_tokens, num_tokens - 1)
+        self._uncached = num_tokens - self._cached
+        self._padded, self._chunks = costs.padded(self._uncached)
+        self._token_s = costs.prefill_token_s * context.view.speed_factor
+        self._chunk_s = costs.prefill_chunk_s * context.view.speed_factor
+        self._queue_s = context.view.queued_prefill_tokens * self._token_s
+        run_s = self._padded * self._token_s
+        run_s += self._chunks * self._chunk_s
+        self._price = context.target.lambda_usd_per_s
+        self._both = costs.rate_usd_per_s + self._price
+        self.ttft_s = self._queue_s + run_s
+        run_s *= self._both
+        run_s += self._queue_s * self._price
+        self.score_usd = run_s
 
-def decode_terms(context: PlacementContext, options: ScoreOptions = PLAIN) -> TermMatrix:
-    """Terms of decoding the request on each worker; L = E[len_r], t0 = t(S), t1 = t(S + r).
+    def breaks_target(self) -> np.ndarray:
+        """First token later than the class's TTFT after arrival, bool [W]."""
+        waited_s = self._context.view.taken_at_s - self._context.request.arrival_s
+        return self.ttft_s > self._context.target.ttft_p99_s - max(0.0, waited_s)
 
-        transfer        KV hand-over                                     at lambda
-        decode_delay    L * t1                                           at lambda
-        decode_compute  L * (t1 - t0)                                    at rate
-        externality     sum_j min(L, rem_j) * (t1 - t0)                  at each lambda_j
-        region_prior    own and others' steps * c2 * experts the region holds anyway (SCORE)
-        tail_weight     J at t_ref * (t / t_ref)^p, minus J (SCORE)
-
-    Requests that other routers run on a worker count as this request's class, half done.
-    """
-    costs = _costs(context)
-    view = context.view
-    length = context.request.length.mean_tokens
-    price = context.target.lambda_usd_per_s
-    rate = costs.rate_usd_per_s
-    t0, t1, experts0, experts1, prior_experts = _step_times(context, costs, options.region_prior)
-    added = t1 - t0
-    other_tokens, other_usd = _others(context)
-    seconds = np.empty((4, len(t0)))
-    usd = np.empty((4, len(t0)))
-    seconds[0] = context.transfer_s
-    np.multiply(t1, length, out=seconds[1])
-    np.multiply(added, length, out=seconds[2])
-    np.multiply(added, other_tokens, out=seconds[3])
-    np.multiply(seconds[:2], price, out=usd[:2])
-    np.multiply(seconds[2], rate, out=usd[2])
-    np.multiply(added, other_usd, out=usd[3])
-    names, kinds = DECODE_NAMES, _COST4
-    if prior_experts is not None:
-        saved_s = prior_experts * (costs.expert_s * view.speed_factor)
-        names, kinds, seconds, usd = _with_score(
-            names,
-            kinds,
-            seconds,
-            usd,
-            "region_prior",
-            saved_s * (length + other_tokens),
-            saved_s * (length * (rate + price) + other_usd),
+    def matrix(self) -> TermMatrix:
+        """The terms, float64 [W, 4]."""
+        padding_s = (self._padded - self._uncached) * self._token_s
+        prefill_s = self._uncached * self._token_s + self._chunks * self._chunk_s
+        saving_s = self._cached * self._token_s
+        seconds = np.stack((self._queue_s, prefill_s, padding_s, saving_s), axis=1)
+        usd = seconds * self._both[:, None]
+        usd[:, 0] = self._queue_s * self._price
+        return TermMatrix(
+            names=("queue", "prefill", "padding", "prefix_saving"),
+            kinds=(TermKind.COST, TermKind.COST, TermKind.COST, TermKind.INFO),
+            seconds=seconds,
+            usd=usd,
+            facts=(
+                ("uncached_tokens", self._uncached),
+                ("padded_tokens", self._padded),
+                ("ttft_s", self.ttft_s),
+            ),
         )
-    if options.tail_power != 1.0:
-        extra0, extra1 = _tail_extra(t0, t1, context.feasible, options)
-        grown = extra1 - extra0
-        names, kinds, seconds, usd = _with_score(
-            names,
-            kinds,
-            seconds,
-            usd,
-            "tail_weight",
-            extra1 * length + grown * (length + other_tokens),
-            extra1 * (length * price) + grown * (length * rate + other_usd),
+
+
+class DecodePrices:
+    """Prices of decoding the request beside what each worker runs.
+
+    Requests that other routers run on a worker count as this request's class, half done, and
+    as touching the mean number of experts.
+
+    Attributes:
+        score_usd: float64 [W], J plus region prior and tail weighting.
+        step_s: float64 [W], t(S); 0 on an idle worker.
+        step_with_s: float64 [W], t(S + r).
+    """
+
+    def __init__(
+        self, context: PlacementContext, costs: WorkerCosts, options: ScoreOptions
+    ) -> None:
+        self._context = context
+        self._rate = costs.rate_usd_per_s
+        self._length = context.request.length.mean_tokens
+        self._price = context.target.lambda_usd_per_s
+        self._saved_s: np.ndarray | None = None
+        self._tail: tuple[np.ndarray, np.ndarray] | None = None
+        self._step_times(context, costs, options.region_prior)
+        self._added_s = self.step_with_s - self.step_s
+        self._other_tokens, self._other_usd = _others(context)
+        # J = (rate L + sum_j lambda_j min) (t1 - t0) + lambda (L t1 + transfer)
+        per_added = self._rate * self._length
+        per_added += self._other_usd
+        per_step = self._price * self._length
+        added_s, step_s = self._added_s, self.step_with_s
+        if self._saved_s is not None:
+            added_s, step_s = added_s + self._saved_s, step_s + self._saved_s
+        if options.tail_power != 1.0:
+            extra0, extra1 = self._tail = _tail_extra(
+                self.step_s, self.step_with_s, context, options
+            )
+            added_s, step_s = added_s + (extra1 - extra0), step_s + extra1
+        score = per_added * added_s
+        score += step_s * per_step
+        score += context.transfer_s * self._price
+        self.score_usd = score
+
+    def breaks_target(self) -> np.ndarray:
+        """A step longer than the request's own TPOT, or the strictest it would join, bool [W]."""
+        limit = np.minimum(self._context.view.tpot_limit_s, self._context.target.tpot_p99_s)
+        return self.step_with_s > limit
+
+    def matrix(self) -> TermMatrix:
+        """The terms, float64 [W, 4 to 6]."""
+        length, price, added_s = self._length, self._price, self._added_s
+        delay_s, compute_s = length * self.step_with_s, length * added_s
+        names = ["transfer", "decode_delay", "decode_compute", "externality"]
+        seconds = [self._context.transfer_s, delay_s, compute_s, self._other_tokens * added_s]
+        usd = [
+            self._context.transfer_s * price,
+            delay_s * price,
+            compute_s * self._rate,
+            self._other_usd * added_s,
+        ]
+        grows = length * self._rate + self._other_usd
+        if self._saved_s is not None:
+            names.append("region_prior")
+            seconds.append(self._saved_s * (length + self._other_tokens))
+            usd.append(self._saved_s * (grows + length * price))
+        if self._tail is not None:
+            extra0, extra1 = self._tail
+            names.append("tail_weight")
+            seconds.append(extra1 * length + (extra1 - extra0) * (length + self._other_tokens))
+            usd.append(extra1 * (length * price) + (extra1 - extra0) * grows)
+        num_score = len(names) - 4
+        return TermMatrix(
+            names=tuple(names),
+            kinds=(TermKind.COST,) * 4 + (TermKind.SCORE,) * num_score,
+            seconds=np.stack(seconds, axis=1),
+            usd=np.stack(usd, axis=1),
+            facts=(
+                ("step_s", self.step_s),
+                ("step_with_s", self.step_with_s),
+                ("experts", self._experts),
+                ("experts_with", self._experts + self._new_experts),
+                ("others_tokens", self._other_tokens),
+            ),
         )
-    facts = (
-        ("step_s", t0),
-        ("step_with_s", t1),
-        ("experts", experts0),
-        ("experts_with", experts1),
-        ("others_tokens", other_tokens),
-    )
-    return _checked(names, kinds, seconds, usd, facts)
 
+    def _step_times(self, context: PlacementContext, costs: WorkerCosts, prior: bool) -> None:
+        """t(S) and t(S + r) per worker.
 
-def breaks_target(context: PlacementContext, matrix: TermMatrix) -> np.ndarray:
-    """Which workers would break a promise.
-
-    TTFT in prefill; in decode the request's own TPOT or the strictest of those it would join.
-
-    Returns:
-        bool [W].
-    """
-    facts = dict(matrix.facts)
-    if context.phase is Phase.PREFILL:
-        waited = max(0.0, context.view.taken_at_s - context.request.arrival_s)
-        return facts["ttft_s"] > context.target.ttft_p99_s - waited
-    limit = np.minimum(context.view.tpot_limit_s, context.target.tpot_p99_s)
-    return facts["step_with_s"] > limit
-
-
-def _step_times(
-    context: PlacementContext, costs: WorkerCosts, with_prior: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """t(S), t(S + r), experts before and after, and the prior's correction (<= 0) in experts.
-
-    Experts of modelled requests come from their survival product, of the others from the
-    mean curve: A = total - scale * miss^others * (survival summed).
-    """
-    view, experts = context.view, context.view.experts
-    num = view.num_inflight.astype(np.float64)
-    prior = None
-    if experts is None or context.keep is None:
-        before = costs.miss**num
-        experts0 = costs.total_experts * (1.0 - before)
-        experts1 = costs.total_experts * (1.0 - before * costs.miss)
-    else:
-        unknown = scale = experts.layer_scale
-        others = view.num_inflight - experts.num_modelled
-        if np.count_nonzero(others):
-            unknown = scale * costs.miss ** np.maximum(others, 0)
-        size = scale * experts.survival.shape[1]
-        after = experts.survival @ context.keep
-        experts0 = size - unknown * experts.survival_sum
-        experts1 = size - unknown * after
-        if with_prior and experts.survival_prior is not None:
-            # Experts r adds beside the region's pseudo-members, less those it adds without.
-            added = experts.survival_prior_sum - experts.survival_prior @ context.keep
-            prior = unknown * (added - (experts.survival_sum - after))
-    fixed = costs.step_base_s + costs.request_s * num
-    attention = costs.attention_s * view.kv_tokens
-    t0 = fixed + costs.expert_s * experts0
-    t0 += attention
-    t0 *= view.speed_factor
-    t0 *= num > 0
-    own_kv = context.request.num_prompt_tokens + 0.5 * context.request.length.mean_tokens
-    t1 = fixed + costs.request_s
-    t1 += costs.expert_s * experts1
-    t1 += attention
-    t1 += costs.attention_s * own_kv
-    t1 *= view.speed_factor
-    return t0, t1, experts0, experts1, prior
+        Expected distinct experts: modelled requests by their survival product, the others by
+        the mean curve, A = total - scale * miss^others * (survival summed).
+        """
+        view, experts, keep = context.view, context.view.experts, context.keep
+        num = view.num_inflight
+        expert_s = costs.expert_s
+        prior_experts = None
+        if experts is None or keep is None:
+            missed = costs.total_experts * costs.miss**num
+            self._experts = costs.total_experts - missed
+            new_experts = missed * (1.0 - costs.miss)
+        else:
+            others = num - experts.num_modelled
+            scale = experts.layer_scale
+            if np.count_nonzero(others):
+                scale = scale * costs.miss ** np.maximum(others, 0.0)
+            left = experts.survival_sum - experts.survival @ keep
+            self._experts = experts.total_experts - scale * experts.survival_sum
+            new_experts = scale * left
+            if prior and experts.survival_prior is not None:
+                # Experts r adds beside the region's pseudo-members, less those it adds alone.
+                prior_experts = experts.survival_prior_sum - experts.survival_prior @ keep
+                prior_experts -= left
+                prior_experts *= scale
+        self._new_experts = new_experts
+        request = context.request
+        own_kv = request.num_prompt_tokens + 0.5 * request.length.mean_tokens
+        step = costs.request_s * num
+        step += costs.step_base_s
+        step += costs.attention_s * view.kv_tokens
+        step += expert_s * self._experts
+        more = expert_s * new_experts
+        more += costs.attention_s * own_kv
+        more += costs.request_s
+        more += step
+        more *= view.speed_factor
+        step *= view.speed_factor
+        # t(empty) = 0: waking an idle worker costs its whole step.
+        step *= num > 0
+        self.step_s, self.step_with_s = step, more
+        if prior_experts is not None:
+            prior_experts *= expert_s
+            prior_experts *= view.speed_factor
+            self._saved_s = prior_experts
 
 
 def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:
@@ -224,70 +287,31 @@ def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:
     num_rows = len(view.workers)
     members = view.members
     if members is None or len(members.worker_row) == 0:
-        tokens, usd, known = np.zeros(num_rows), np.zeros(num_rows), 0
+        tokens, usd, unknown = np.zeros(num_rows), np.zeros(num_rows), view.num_inflight
     else:
         shared = np.minimum(members.remaining_tokens, length)
         tokens = np.bincount(members.worker_row, shared, num_rows)
         shared *= members.lambda_usd_per_s
         usd = np.bincount(members.worker_row, shared, num_rows)
-        known = members.num_of_worker
-    unknown = view.num_inflight - known
+        unknown = view.num_inflight - members.num_of_worker
     if np.count_nonzero(unknown):
-        half = np.maximum(unknown, 0) * (0.5 * length)
+        half = np.maximum(unknown, 0.0) * (0.5 * length)
         tokens += half
         usd += half * context.target.lambda_usd_per_s
     return tokens, usd
 
 
 def _tail_extra(
-    t0: np.ndarray, t1: np.ndarray, feasible: np.ndarray, options: ScoreOptions
+    step_s: np.ndarray, step_with_s: np.ndarray, context: PlacementContext, options: ScoreOptions
 ) -> tuple[np.ndarray, np.ndarray]:
     """t_ref * (t / t_ref)^p - t for both step times."""
     reference = options.tail_reference_s
     if reference is None:
-        reference = float(np.median(t1[feasible]))
+        reference = float(np.median(step_with_s[context.feasible]))
     if not reference > 0:
-        return np.zeros_like(t0), np.zeros_like(t1)
+        return np.zeros_like(step_s), np.zeros_like(step_with_s)
     power = options.tail_power
     return (
-        reference * (t0 / reference) ** power - t0,
-        reference * (t1 / reference) ** power - t1,
+        reference * (step_s / reference) ** power - step_s,
+        reference * (step_with_s / reference) ** power - step_with_s,
     )
-
-
-def _with_score(
-    names: tuple[str, ...],
-    kinds: tuple[TermKind, ...],
-    seconds: np.ndarray,
-    usd: np.ndarray,
-    name: str,
-    more_seconds: np.ndarray,
-    more_usd: np.ndarray,
-) -> tuple[tuple[str, ...], tuple[TermKind, ...], np.ndarray, np.ndarray]:
-    return (
-        (*names, name),
-        (*kinds, TermKind.SCORE),
-        np.concatenate((seconds, more_seconds[None])),
-        np.concatenate((usd, more_usd[None])),
-    )
-
-
-def _costs(context: PlacementContext) -> WorkerCosts:
-    if context.costs is None:
-        raise ValueError("costs=None: the objective needs the workers' coefficients")
-    return context.costs
-
-
-def _checked(
-    names: tuple[str, ...],
-    kinds: tuple[TermKind, ...],
-    seconds: np.ndarray,
-    usd: np.ndarray,
-    facts: tuple[tuple[str, np.ndarray], ...],
-) -> TermMatrix:
-    """Term rows [T, W] as a matrix [W, T]; a NaN anywhere is an error, never a winner."""
-    total = usd.sum()
-    if total != total:
-        column = names[int(np.isnan(usd).any(axis=1).argmax())]
-        raise ValueError(f"term {column!r} is NaN: a coefficient or a view's row is broken")
-    return TermMatrix(names=names, seconds=seconds.T, usd=usd.T, kinds=kinds, facts=facts)

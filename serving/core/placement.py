@@ -138,10 +138,22 @@ class TermMatrix:
             return self.total_usd()
         return self.total_usd() + self._sum(TermKind.SCORE)
 
+    def matrix(self) -> TermMatrix:
+        """Itself (see `TermSource`)."""
+        return self
+
     def _sum(self, kind: TermKind) -> np.ndarray:
         if not self.kinds:
             return self.usd.sum(axis=1)
         return self.usd @ np.array([float(k is kind) for k in self.kinds])
+
+
+class TermSource(Protocol):
+    """Something that can spell the objective out; asked after the choice, for the record."""
+
+    def matrix(self) -> TermMatrix:
+        """The terms."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +166,9 @@ class Ranking:
         score: float64 [W]; the policy's own key, LOWER is better, +inf where infeasible.
         unit: unit of `score` ("usd", "requests", "cosine_distance", "draw" ...).
         fallback: why a simpler rule decided ("" when the policy itself did).
-        terms: the objective behind the score when the policy computed it, else None.
+        terms: the objective behind the score when the policy priced the workers, else None.
+        term_rows: int64 [R], the view's rows that the terms' rows are (a policy may price a
+            sample); None when they are the view's own.
         excluded: reason -> bool [W], feasible rows the policy set aside (their score is
             +inf): not sampled, breaks the class's targets ...
     """
@@ -164,7 +178,8 @@ class Ranking:
     score: np.ndarray
     unit: str
     fallback: str = ""
-    terms: TermMatrix | None = None
+    terms: TermSource | None = None
+    term_rows: np.ndarray | None = None
     excluded: tuple[tuple[str, np.ndarray], ...] = ()
 
 

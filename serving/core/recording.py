@@ -31,9 +31,6 @@ NUM_BEST = 8
 MAX_PRICED = 256
 """Candidates whose terms are recorded on a sampled line, at most."""
 
-NOT_SAMPLED = "not_sampled"
-"""Reason of rows a policy did not look at; when it priced the others, these have no terms."""
-
 _INPUTS = (
     "age_s",
     "num_running",
@@ -198,8 +195,8 @@ def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, d
     ranking, context = evidence.ranking, evidence.context
     rows = priced.tolist()
     if ranking.terms is not None:
-        unpriced = [out for name, out in ranking.excluded if name == NOT_SAMPLED]
-        return ranking.terms, {row: row for row in rows if not any(out[row] for out in unpriced)}
+        of = range(len(context.view.workers)) if ranking.term_rows is None else ranking.term_rows
+        return ranking.terms.matrix(), {int(row): place for place, row in enumerate(of)}
     if context.costs is None:
         return None, {}
     rows = [row for row in rows if context.costs.known[row]]
@@ -209,7 +206,7 @@ def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, d
         known = context.costs.known[priced].nonzero()[0]
         view = dataclasses.replace(few.view, experts=evidence.priced[1].take(known))
         few = dataclasses.replace(few, view=view)
-    return objective.terms(few), {row: place for place, row in enumerate(rows)}
+    return objective.price(few).matrix(), {row: place for place, row in enumerate(rows)}
 
 
 def _why_not(evidence: Evidence) -> list[str]:

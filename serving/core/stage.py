@@ -20,6 +20,7 @@ from serving.core.feasibility import (
     FitQuestion,
     cell_rows,
     feasibility,
+    hand_over_ok,
     raise_infeasible,
 )
 from serving.core.placement import PlacementContext, Policy, Ranking, Regions
@@ -102,6 +103,8 @@ class StageChooser:
         self._config = config
         self._transfer = TransferTimes(config.links)
         self._hashers: dict[int, BlockHasher] = {}
+        self._takers_of: WorkerCosts | None = None
+        self._takers: dict[str, np.ndarray] = {}
         self._rows: dict[Phase, tuple[WorkerCosts, dict[TableCell, CellRows]]] = {}
 
     def choose(
@@ -128,7 +131,7 @@ class StageChooser:
                 rules=self._config.fit,
                 target=target,
                 transfer_s=transfer_s if moves else None,
-                source=given.source,
+                hand_over_ok=self._hand_over(given, costs) if moves else None,
                 exclude=given.exclude,
             )
         )
@@ -167,6 +170,17 @@ class StageChooser:
         if rows is None:
             rows = cells[cell] = cell_rows(cell, costs, self._config.fit)
         return costs, rows
+
+    def _hand_over(self, given: StageInput, costs: WorkerCosts) -> np.ndarray:
+        """Who can take the source's KV; worked out once per source and fleet."""
+        source = given.source
+        assert source is not None
+        if self._takers_of is not costs:
+            self._takers_of, self._takers = costs, {}
+        takers = self._takers.get(source.worker_id)
+        if takers is None:
+            takers = self._takers[source.worker_id] = hand_over_ok(source, costs)
+        return takers
 
     def _transfer_s(self, given: StageInput, view: FleetView) -> np.ndarray:
         source = given.source

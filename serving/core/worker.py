@@ -8,6 +8,7 @@ array arithmetic. A view is taken once per decision and never written afterwards
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,7 +154,7 @@ class Members:
         worker_row: int64 [N], the view's row of each request's worker.
         remaining_tokens: float64 [N], expected output tokens still to come, >= 1.
         lambda_usd_per_s: float64 [N], price of each request's delay.
-        num_of_worker: int64 [W], how many of them each worker has.
+        num_of_worker: float64 [W], how many of them each worker has.
     """
 
     worker_row: np.ndarray
@@ -173,17 +174,19 @@ class ExpertRows:
         survival: float32 [W, M], product over a worker's requests of (1 - q) per masked
             (layer, expert); the term is linear in it (DESIGN "Placement").
         survival_sum: float64 [W], row sums of `survival`.
-        num_modelled: int64 [W], requests behind `survival`.
+        num_modelled: float64 [W], requests behind `survival`.
         survival_prior: float32 [W, M] or None; `survival` times (1 - P)^m of the worker's
             region.
         survival_prior_sum: float64 [W] or None, row sums of `survival_prior`.
         layer_scale: float64 [W]; distinct experts over all layers per one over masked ones.
+        total_experts: float64 [W]; `layer_scale` times M.
     """
 
     survival: np.ndarray
     survival_sum: np.ndarray
     num_modelled: np.ndarray
     layer_scale: np.ndarray
+    total_experts: np.ndarray
     survival_prior: np.ndarray | None = None
     survival_prior_sum: np.ndarray | None = None
 
@@ -195,6 +198,7 @@ class ExpertRows:
             survival_sum=self.survival_sum.take(rows),
             num_modelled=self.num_modelled.take(rows),
             layer_scale=self.layer_scale.take(rows),
+            total_experts=self.total_experts.take(rows),
             survival_prior=None if prior is None else prior.take(rows, axis=0),
             survival_prior_sum=None if prior_sum is None else prior_sum.take(rows),
         )
@@ -204,25 +208,27 @@ class ExpertRows:
 class FleetView:
     """The candidate workers of one phase at one instant; row i of every array is workers[i].
 
+    Columns are float64, counts included: whole numbers are exact, and arithmetic on them needs
+    no conversion.
+
     Attributes:
         workers: W workers of the phase, in registration order. The tuple object stays the
             same while nobody joins, leaves or changes state, so that what follows from it
             alone can be kept (core/costs.py).
         taken_at_s: monotonic seconds of the snapshot.
-        age_s: float64 [W], seconds since each worker's last telemetry; stale is a state.
+        age_s: [W], seconds since each worker's last telemetry; stale is a state.
         accepts: bool [W], READY and not stale beyond the limit.
-        num_running: int64 [W], requests running as last reported.
-        num_waiting: int64 [W], requests queued as last reported.
-        num_inflight: int64 [W], this router's own open reservations plus what other
-            routers reported; the load count baselines use.
-        queued_prefill_tokens: float64 [W], uncached prompt tokens reserved but not done.
-        remaining_decode_tokens: float64 [W], predicted output tokens still to come.
-        kv_tokens: float64 [W], context tokens resident or reserved.
-        kv_blocks_free: int64 [W], KV blocks neither used nor reserved.
-        speed_factor: float64 [W], measured step time over the model's (1.0 = as modelled).
-        tpot_limit_s: float64 [W], strictest time per output token among a worker's own
-            reservations, seconds; inf when there is none.
-        members: the open decode reservations behind the sums, or None (prefill).
+        num_running: [W], requests running as last reported.
+        num_waiting: [W], requests queued as last reported.
+        num_inflight: [W], this router's own open reservations plus what other routers
+            reported; the load count baselines use.
+        queued_prefill_tokens: [W], uncached prompt tokens reserved but not done.
+        kv_tokens: [W], context tokens of this router's reservations, averaged over their life.
+        kv_blocks_free: [W], KV blocks neither used nor reserved.
+        speed_factor: [W], measured step time over the model's (1.0 = as modelled).
+        tpot_limit_s: [W], strictest time per output token among a worker's own reservations,
+            seconds; inf when there is none.
+        members: the open decode reservations, or None (prefill).
         experts: expected experts per worker, or None without an expert model.
     """
 
@@ -234,7 +240,6 @@ class FleetView:
     num_waiting: np.ndarray
     num_inflight: np.ndarray
     queued_prefill_tokens: np.ndarray
-    remaining_decode_tokens: np.ndarray
     kv_tokens: np.ndarray
     kv_blocks_free: np.ndarray
     speed_factor: np.ndarray
@@ -243,11 +248,19 @@ class FleetView:
     experts: ExpertRows | None = None
 
     def __post_init__(self) -> None:
-        num_workers = len(self.workers)
-        for name in _COLUMNS:
-            rows = getattr(self, name).shape
-            if rows != (num_workers,):
-                raise ValueError(f"{name} has shape {rows}, must be ({num_workers},)")
+        shape = (len(self.workers),)
+        for name, column in zip(_COLUMNS, _columns(self), strict=True):
+            if column.shape != shape:
+                raise ValueError(f"{name} has shape {column.shape}, must be {shape}")
+
+    @property
+    def remaining_decode_tokens(self) -> np.ndarray:
+        """Expected output tokens still to come per worker, float64 [W]."""
+        if self.members is None:
+            return np.zeros(len(self.workers))
+        return np.bincount(
+            self.members.worker_row, self.members.remaining_tokens, len(self.workers)
+        )
 
     def take(self, rows: np.ndarray) -> FleetView:
         """The rows int64 [R] alone, copied, in that order."""
@@ -286,9 +299,9 @@ _COLUMNS = (
     "num_waiting",
     "num_inflight",
     "queued_prefill_tokens",
-    "remaining_decode_tokens",
     "kv_tokens",
     "kv_blocks_free",
     "speed_factor",
     "tpot_limit_s",
 )
+_columns = operator.attrgetter(*_COLUMNS)

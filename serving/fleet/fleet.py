@@ -100,13 +100,13 @@ class Fleet:
             KeyError: not registered.
         """
         slot = self.registry.slot(worker_id)
-        counts = self.ledger.counts
+        sums = self.ledger.sums
         self.registry.update(
             worker_id,
             report,
             now_s,
-            own=int(counts[Ledger.INFLIGHT, slot]),
-            own_kv=int(counts[Ledger.KV_BLOCKS, slot]),
+            own=int(sums[Ledger.INFLIGHT, slot]),
+            own_kv=int(sums[Ledger.KV_BLOCKS, slot]),
         )
         self.ledger.acknowledge(slot)
 
@@ -128,31 +128,26 @@ class Fleet:
         """Frozen snapshot of the workers that serve `phase` (a few array copies)."""
         index = self.registry.phase_index(phase)
         slots = index.slots
-        counts = self.ledger.counts.take(slots, axis=1)
-        loads = self.ledger.loads.take(slots, axis=1)
+        sums = self.ledger.sums.take(slots, axis=1)
         reported = self.registry.reported.take(slots, axis=1)
-        gauges = self.registry.gauges.take(slots, axis=1)
-        age_s = now_s - gauges[FleetRegistry.REPORTED_AT]
-        inflight = counts[Ledger.INFLIGHT] + reported[FleetRegistry.OTHERS]
-        kv_free = reported[FleetRegistry.KV_TOTAL] - counts[Ledger.KV_BLOCKS]
+        age_s = now_s - reported[FleetRegistry.REPORTED_AT]
+        inflight = sums[Ledger.INFLIGHT] + reported[FleetRegistry.OTHERS]
+        kv_free = reported[FleetRegistry.KV_TOTAL] - sums[Ledger.KV_BLOCKS]
         kv_free -= reported[FleetRegistry.OTHERS_KV]
         if self.num_replicas > 1:
-            inflight += (self.num_replicas - 1) * counts[Ledger.UNACKED]
-            kv_free -= (self.num_replicas - 1) * counts[Ledger.UNACKED_KV]
-        np.maximum(kv_free, 0, out=kv_free)
-        members = None
-        remaining = np.zeros(len(slots))
-        experts = None
+            inflight += (self.num_replicas - 1) * sums[Ledger.UNACKED]
+            kv_free -= (self.num_replicas - 1) * sums[Ledger.UNACKED_KV]
+        accepts = age_s <= self.stale_after_s
+        accepts &= index.ready
+        members = experts = None
         if phase is Phase.DECODE:
-            member_slot, member_remaining, price = self.ledger.member_rows(now_s)
-            worker_row = index.row_of_slot.take(member_slot)
+            member_slot, remaining, price = self.ledger.member_rows(now_s)
             members = Members(
-                worker_row=worker_row,
-                remaining_tokens=member_remaining,
+                worker_row=index.row_of_slot.take(member_slot),
+                remaining_tokens=remaining,
                 lambda_usd_per_s=price,
-                num_of_worker=counts[Ledger.DECODING],
+                num_of_worker=sums[Ledger.DECODING],
             )
-            remaining = np.bincount(worker_row, member_remaining, len(slots))
             if self.survival is not None:
                 self._arrange(self.survival)
                 experts = self.survival.rows()
@@ -160,16 +155,15 @@ class Fleet:
             workers=index.workers,
             taken_at_s=now_s,
             age_s=age_s,
-            accepts=index.ready & (age_s <= self.stale_after_s),
+            accepts=accepts,
             num_running=reported[FleetRegistry.RUNNING],
             num_waiting=reported[FleetRegistry.WAITING],
             num_inflight=inflight,
-            queued_prefill_tokens=loads[Ledger.QUEUED_TOKENS],
-            remaining_decode_tokens=remaining,
-            kv_tokens=loads[Ledger.KV_TOKENS],
+            queued_prefill_tokens=sums[Ledger.QUEUED_TOKENS],
+            kv_tokens=sums[Ledger.KV_TOKENS],
             kv_blocks_free=kv_free,
-            speed_factor=gauges[FleetRegistry.SPEED],
-            tpot_limit_s=loads[Ledger.TPOT_LIMIT],
+            speed_factor=reported[FleetRegistry.SPEED],
+            tpot_limit_s=sums[Ledger.TPOT_LIMIT],
             members=members,
             experts=experts,
         )

@@ -38,17 +38,16 @@ class Ledger:
     """Open reservations of one router replica.
 
     Attributes:
-        counts: int64 [6, capacity], rows named by `INFLIGHT` ... below.
-        loads: float64 [3, capacity], rows `QUEUED_TOKENS`, `KV_TOKENS`, `TPOT_LIMIT`.
+        sums: float64 [9, capacity], one column per slot, rows named below; counts are whole
+            numbers, which float64 holds exactly.
     """
 
-    INFLIGHT, KV_BLOCKS, UNACKED, UNACKED_KV, DECODING, REPORTS = range(6)
-    QUEUED_TOKENS, KV_TOKENS, TPOT_LIMIT = range(3)
+    INFLIGHT, KV_BLOCKS, UNACKED, UNACKED_KV, DECODING = range(5)
+    REPORTS, QUEUED_TOKENS, KV_TOKENS, TPOT_LIMIT = range(5, 9)
 
     def __init__(self, capacity: int = 64) -> None:
-        self.counts = np.zeros((6, capacity), np.int64)
-        self.loads = np.zeros((3, capacity), np.float64)
-        self.loads[self.TPOT_LIMIT] = np.inf
+        self.sums = np.zeros((9, capacity), np.float64)
+        self.sums[self.TPOT_LIMIT] = np.inf
         self._entries: dict[tuple[str, Phase], _Entry] = {}
         self._by_lease: dict[str, tuple[str, Phase]] = {}
         self._by_slot: dict[int, dict[tuple[str, Phase], _Entry]] = {}
@@ -63,12 +62,10 @@ class Ledger:
 
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` slots."""
-        more = capacity - self.counts.shape[1]
-        if more <= 0:
-            return
-        self.counts = np.pad(self.counts, ((0, 0), (0, more)))
-        self.loads = np.pad(self.loads, ((0, 0), (0, more)))
-        self.loads[self.TPOT_LIMIT, -more:] = np.inf
+        more = capacity - self.sums.shape[1]
+        if more > 0:
+            self.sums = np.pad(self.sums, ((0, 0), (0, more)))
+            self.sums[self.TPOT_LIMIT, -more:] = np.inf
 
     def find(self, request_id: str, phase: Phase) -> Reservation | None:
         """The open reservation of a request's phase."""
@@ -108,28 +105,28 @@ class Ledger:
             return _lease(known), False
         if reservation.phase is Phase.DECODE:
             self._hand_over(reservation.request_id, slot)
-        counts, loads = self.counts, self.loads
+        sums = self.sums
         entry = _Entry(
             reservation,
             slot,
             reservation.expires_at_s,
-            int(counts[self.REPORTS, slot]),
+            int(sums[self.REPORTS, slot]),
             -1,
             max(0, reservation.kv_blocks),
             max(0.0, reservation.kv_tokens),
         )
-        counts[self.INFLIGHT, slot] += 1
-        counts[self.KV_BLOCKS, slot] += entry.kv_blocks
-        counts[self.UNACKED, slot] += 1
-        counts[self.UNACKED_KV, slot] += entry.kv_blocks
-        loads[self.KV_TOKENS, slot] += entry.kv_tokens
+        sums[self.INFLIGHT, slot] += 1
+        sums[self.KV_BLOCKS, slot] += entry.kv_blocks
+        sums[self.UNACKED, slot] += 1
+        sums[self.UNACKED_KV, slot] += entry.kv_blocks
+        sums[self.KV_TOKENS, slot] += entry.kv_tokens
         if reservation.phase is Phase.DECODE:
-            counts[self.DECODING, slot] += 1
-            if reservation.tpot_limit_s < loads[self.TPOT_LIMIT, slot]:
-                loads[self.TPOT_LIMIT, slot] = reservation.tpot_limit_s
+            sums[self.DECODING, slot] += 1
+            if reservation.tpot_limit_s < sums[self.TPOT_LIMIT, slot]:
+                sums[self.TPOT_LIMIT, slot] = reservation.tpot_limit_s
             entry.member = self._add_member(key, reservation, slot)
         else:
-            loads[self.QUEUED_TOKENS, slot] += reservation.prefill_tokens
+            sums[self.QUEUED_TOKENS, slot] += reservation.prefill_tokens
         self._entries[key] = entry
         self._by_lease[reservation.lease_id] = key
         self._by_slot.setdefault(slot, {})[key] = entry
@@ -151,19 +148,19 @@ class Ledger:
         mates = self._by_slot[slot]
         del mates[key]
         self._uncount(entry)
-        counts, loads = self.counts, self.loads
+        sums = self.sums
         if phase is Phase.DECODE:
-            counts[self.DECODING, slot] -= 1
+            sums[self.DECODING, slot] -= 1
             self._remove_member(entry.member)
-            loads[self.TPOT_LIMIT, slot] = min(
+            sums[self.TPOT_LIMIT, slot] = min(
                 (e.reservation.tpot_limit_s for e in mates.values() if e.member >= 0),
                 default=np.inf,
             )
         else:
-            loads[self.QUEUED_TOKENS, slot] -= reservation.prefill_tokens
+            sums[self.QUEUED_TOKENS, slot] -= reservation.prefill_tokens
         if not mates:
             # An empty worker is exactly empty, whatever floating point left behind.
-            loads[self.QUEUED_TOKENS, slot] = loads[self.KV_TOKENS, slot] = 0.0
+            sums[self.QUEUED_TOKENS, slot] = sums[self.KV_TOKENS, slot] = 0.0
             del self._by_slot[slot]
         return reservation
 
@@ -204,9 +201,9 @@ class Ledger:
 
     def acknowledge(self, slot: int) -> None:
         """The worker reported: what is reserved now is taken to be in its report."""
-        self.counts[self.REPORTS, slot] += 1
-        self.counts[self.UNACKED, slot] = 0
-        self.counts[self.UNACKED_KV, slot] = 0
+        self.sums[self.REPORTS, slot] += 1
+        self.sums[self.UNACKED, slot] = 0
+        self.sums[self.UNACKED_KV, slot] = 0
 
     def member_rows(self, now_s: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The open decode reservations.
@@ -233,13 +230,13 @@ class Ledger:
         if not entry.counted:
             return
         entry.counted = False
-        counts, slot = self.counts, entry.slot
-        counts[self.INFLIGHT, slot] -= 1
-        counts[self.KV_BLOCKS, slot] -= entry.kv_blocks
-        if entry.report_count == counts[self.REPORTS, slot]:
-            counts[self.UNACKED, slot] -= 1
-            counts[self.UNACKED_KV, slot] -= entry.kv_blocks
-        self.loads[self.KV_TOKENS, slot] -= entry.kv_tokens
+        sums, slot = self.sums, entry.slot
+        sums[self.INFLIGHT, slot] -= 1
+        sums[self.KV_BLOCKS, slot] -= entry.kv_blocks
+        if entry.report_count == sums[self.REPORTS, slot]:
+            sums[self.UNACKED, slot] -= 1
+            sums[self.UNACKED_KV, slot] -= entry.kv_blocks
+        self.sums[self.KV_TOKENS, slot] -= entry.kv_tokens
 
     def _add_member(self, key: tuple[str, Phase], reservation: Reservation, slot: int) -> int:
         member = len(self._member_keys)

@@ -62,17 +62,15 @@ class FleetRegistry:
 
     Attributes:
         version: grows with every join, leave and change of state.
-        reported: int64 [5, capacity], rows `RUNNING` ... below.
-        gauges: float64 [2, capacity], rows `REPORTED_AT` (monotonic s), `SPEED`.
+        reported: float64 [7, capacity], one column per slot, rows named below; counts are
+            whole numbers, REPORTED_AT is monotonic seconds.
     """
 
-    RUNNING, WAITING, OTHERS, OTHERS_KV, KV_TOTAL = range(5)
-    REPORTED_AT, SPEED = range(2)
+    RUNNING, WAITING, OTHERS, OTHERS_KV, KV_TOTAL, REPORTED_AT, SPEED = range(7)
 
     def __init__(self, capacity: int = 64) -> None:
         self.version = 0
-        self.reported = np.zeros((5, capacity), np.int64)
-        self.gauges = np.ones((2, capacity), np.float64)
+        self.reported = np.zeros((7, capacity), np.float64)
         self._workers: dict[str, WorkerInfo] = {}
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
@@ -127,8 +125,8 @@ class FleetRegistry:
         slot = self._slot_of[worker.worker_id]
         if known is None or known.epoch != worker.epoch:
             self.reported[:, slot] = 0
-            self.gauges[self.REPORTED_AT, slot] = now_s
-            self.gauges[self.SPEED, slot] = 1.0
+            self.reported[self.REPORTED_AT, slot] = now_s
+            self.reported[self.SPEED, slot] = 1.0
         self.reported[self.KV_TOTAL, slot] = worker.capabilities.num_kv_blocks
         self._workers[worker.worker_id] = worker
         self._changed()
@@ -180,9 +178,9 @@ class FleetRegistry:
         reported[self.WAITING, slot] = report.num_waiting
         reported[self.OTHERS, slot] = max(0, report.num_running + report.num_waiting - own)
         reported[self.OTHERS_KV, slot] = max(0, report.kv_blocks_used - own_kv)
-        self.gauges[self.REPORTED_AT, slot] = now_s
+        reported[self.REPORTED_AT, slot] = now_s
         if report.speed_factor is not None:
-            self.gauges[self.SPEED, slot] = report.speed_factor
+            reported[self.SPEED, slot] = report.speed_factor
 
     def phase_index(self, phase: Phase) -> PhaseIndex:
         """The workers of a phase; the same object until the fleet changes."""
@@ -209,5 +207,4 @@ class FleetRegistry:
     def _grow(self) -> None:
         had = self.capacity
         self.reported = np.pad(self.reported, ((0, 0), (0, had)))
-        self.gauges = np.pad(self.gauges, ((0, 0), (0, had)), constant_values=1.0)
         self._free = list(range(2 * had - 1, had - 1, -1))

@@ -61,8 +61,9 @@ class SurvivalRows:
         self._log = np.zeros((0, size), np.float64)
         self._survival = np.ones((0, size), np.float32)
         self._sum = np.zeros(0, np.float64)
-        self._num = np.zeros(0, np.int64)
+        self._num = np.zeros(0, np.float64)
         self._scale = np.ones(0, np.float64)
+        self._total = np.ones(0, np.float64)
         self._profiles: np.ndarray | None = None
         self._prior_log = np.zeros((0, size), np.float64)
         self._prior_survival = np.ones((0, size), np.float32)
@@ -88,6 +89,7 @@ class SurvivalRows:
         self._sum = moved(self._sum, float(self.size))
         self._num = moved(self._num, 0)
         self._scale = moved(self._scale, self._default_scale)
+        self._total = self._scale * self.size
         if self._profiles is not None:
             self._profiles = moved(self._profiles, 0.0)
             self._prior_log = moved(self._prior_log, 0.0)
@@ -156,6 +158,7 @@ class SurvivalRows:
         for worker_id, scale in (layer_scale or {}).items():
             if worker_id in self._row_of:
                 self._scale[self._row_of[worker_id]] = scale
+        self._total = self._scale * self.size
         if not profiles or self.pseudo_members == 0:
             self._profiles = None
             return
@@ -182,6 +185,7 @@ class SurvivalRows:
             survival_sum=self._sum.copy(),
             num_modelled=self._num.copy(),
             layer_scale=self._scale,
+            total_experts=self._total,
             survival_prior=self._prior_survival if prior else None,
             survival_prior_sum=self._prior_sum.copy() if prior else None,
         )

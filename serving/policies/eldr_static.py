@@ -66,6 +66,6 @@ def band_rule(
         second = others.max()
         if second > -1.0:
             in_band |= others == second
-    load = context.view.num_inflight.astype(np.float64)
+    load = context.view.num_inflight
     behind = load.max(initial=0.0) + 1.0 + (best - cosine)
     return rank_by(np.where(in_band, load, behind), context, rng, unit="requests")

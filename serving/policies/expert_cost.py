@@ -8,12 +8,13 @@ regions are nearest to the request's calibration cluster, and the least loaded.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from serving.core import objective
-from serving.core.placement import PlacementContext, Ranking, Regions, TermMatrix
+from serving.core.placement import PlacementContext, Ranking, Regions
 from serving.core.worker import Phase, WorkerInfo
 from serving.policies.picking import no_feasible, rank_by
 
@@ -63,33 +64,30 @@ class ExpertCost:
         return _spread(self._price(context.take(rows), rng), context, rows)
 
     def _price(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
-        matrix = objective.terms(context, self.options.score)
-        score = matrix.score_usd()
+        prices = objective.price(context, self.options.score)
         excluded: list[tuple[str, np.ndarray]] = []
-        fallback = ""
         allowed = context.feasible
         if self.options.max_spread and context.phase is Phase.DECODE:
             num = context.view.num_inflight
-            crowded = num > 1.25 * num[context.feasible].mean() + 2.0
+            crowded = num > 1.25 * num[allowed].mean() + 2.0
             excluded.append(("max_spread", crowded & allowed))
             allowed = allowed & ~crowded
-        breaks = objective.breaks_target(context, matrix)
-        keeps = allowed & ~breaks
-        if keeps.any():
-            if keeps.sum() < allowed.sum():
-                excluded.append(("breaks_target", breaks & allowed))
-            allowed = keeps
-        else:
+        breaks = allowed & prices.breaks_target()
+        num_breaking = np.count_nonzero(breaks)
+        fallback = ""
+        if num_breaking and num_breaking == np.count_nonzero(allowed):
             fallback = "every_worker_breaks_target"
-        if excluded:
-            score = np.where(allowed, score, np.inf)
+        elif num_breaking:
+            excluded.append(("breaks_target", breaks))
+            allowed = allowed & ~breaks
+        score = prices.score_usd
         return rank_by(
-            score,
+            np.where(allowed, score, np.inf) if excluded else score,
             context,
             rng,
             unit="usd",
             fallback=fallback,
-            terms=matrix,
+            terms=prices,
             excluded=tuple(excluded),
         )
 
@@ -155,27 +153,18 @@ def _spread(few: Ranking, context: PlacementContext, rows: np.ndarray) -> Rankin
     num = len(context.feasible)
 
     def wide(values: np.ndarray, fill: float) -> np.ndarray:
-        full = np.full((num, *values.shape[1:]), fill, values.dtype)
+        full = np.full(num, fill, values.dtype)
         full[rows] = values
         return full
 
-    terms = few.terms
-    assert terms is not None
     unsampled = context.feasible.copy()
     unsampled[rows] = False
-    return Ranking(
+    return dataclasses.replace(
+        few,
         chosen=int(rows[few.chosen]),
         runner_up=int(rows[few.runner_up]) if few.runner_up >= 0 else -1,
         score=wide(few.score, np.inf),
-        unit=few.unit,
-        fallback=few.fallback,
-        terms=TermMatrix(
-            names=terms.names,
-            kinds=terms.kinds,
-            seconds=wide(terms.seconds, 0.0),
-            usd=wide(terms.usd, 0.0),
-            facts=tuple((name, wide(values, 0)) for name, values in terms.facts),
-        ),
+        term_rows=rows,
         excluded=(
             *((name, wide(out, False)) for name, out in few.excluded),
             ("not_sampled", unsampled),

@@ -22,5 +22,5 @@ def shortest_queue(
     context: PlacementContext, rng: np.random.Generator, *, fallback: str = ""
 ) -> Ranking:
     """The rule itself; the other policies fall back to it and say why in `fallback`."""
-    score = context.view.num_inflight.astype(np.float64)
+    score = context.view.num_inflight
     return rank_by(score, context, rng, unit="requests", fallback=fallback)

@@ -38,14 +38,18 @@ def two_of(
     Raises:
         Rejected: no row is feasible.
     """
-    keys = rng.standard_exponential(len(context.feasible))
-    if weights is not None:
-        keys = keys / weights
-    keys = np.where(context.feasible, keys, np.inf)
-    if not context.feasible.any():
+    rows = context.feasible.nonzero()[0]
+    num = len(rows)
+    if num == 0:
         raise no_feasible(context)
-    if len(keys) <= 2:
+    if num <= 2:
         return context.feasible.copy()
-    sampled = np.zeros(len(keys), bool)
-    sampled[np.argpartition(keys, 1)[:2]] = True
-    return sampled & context.feasible
+    if weights is None:
+        first, second = int(rng.random() * num), int(rng.random() * (num - 1))
+        rows = rows[[first, second + (second >= first)]]
+    else:
+        keys = rng.standard_exponential(num) / weights[rows]
+        rows = rows[np.argpartition(keys, 1)[:2]]
+    sampled = np.zeros(len(context.feasible), bool)
+    sampled[rows] = True
+    return sampled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from serving.core.errors import Rejected, RejectReason
-from serving.core.placement import PlacementContext, Ranking, TermMatrix
+from serving.core.placement import PlacementContext, Ranking, TermSource
 
 
 def rank_by(
@@ -15,7 +15,7 @@ def rank_by(
     *,
     unit: str,
     fallback: str = "",
-    terms: TermMatrix | None = None,
+    terms: TermSource | None = None,
     excluded: tuple[tuple[str, np.ndarray], ...] = (),
 ) -> Ranking:
     """Takes the lowest score; equal lowest ones by a draw, and the runner-up likewise.
@@ -26,26 +26,32 @@ def rank_by(
         rng: the decision's draws.
         unit: of the score.
         fallback: why a simpler rule decided, "" otherwise.
-        terms: the objective behind the score.
+        terms: what spells the objective behind the score out.
         excluded: reason -> bool [W], feasible rows the policy set aside.
 
     Raises:
         Rejected: no feasible row is left.
         ValueError: a feasible row's score is NaN.
     """
-    key = np.where(context.feasible, score, np.inf)
-    best = key.min(initial=np.inf)
+    feasible = context.feasible
+    if np.count_nonzero(feasible) == len(feasible):
+        key = np.array(score, np.float64)
+    else:
+        key = np.where(feasible, score, np.inf)
+    if not len(key):
+        raise no_feasible(context)
+    chosen = _lowest(key, rng)
+    best = float(key[chosen])
     if best != best:
-        row = int(np.isnan(key).argmax())
-        worker = context.view.workers[row].worker_id
+        worker = context.view.workers[chosen].worker_id
         raise ValueError(f"score of {worker!r} is NaN ({unit}): never silently the winner")
     if best == np.inf:
         raise no_feasible(context)
-    chosen = _draw(key, best, rng)
-    own, key[chosen] = key[chosen], np.inf
-    second = key.min()
-    runner_up = -1 if second == np.inf else _draw(key, second, rng)
-    key[chosen] = own
+    key[chosen] = np.inf
+    runner_up = _lowest(key, rng)
+    if key[runner_up] == np.inf:
+        runner_up = -1
+    key[chosen] = best
     return Ranking(
         chosen=chosen,
         runner_up=runner_up,
@@ -65,8 +71,11 @@ def no_feasible(context: PlacementContext) -> Rejected:
     )
 
 
-def _draw(key: np.ndarray, value: float, rng: np.random.Generator) -> int:
-    ties = (key == value).nonzero()[0]
-    if len(ties) == 1:
-        return int(ties[0])
-    return int(ties[int(rng.random() * len(ties))])
+def _lowest(key: np.ndarray, rng: np.random.Generator) -> int:
+    """Row of the lowest key, ties by a draw; the first NaN's when there is one."""
+    row = int(key.argmin())
+    ties = key == key[row]
+    if np.count_nonzero(ties) <= 1:
+        return row
+    rows = ties.nonzero()[0]
+    return int(rows[int(rng.random() * len(rows))])
