@@ -13,6 +13,7 @@ from serving.policies.eldr_online import EldrOnline
 from serving.policies.eldr_static import EldrStatic
 from serving.policies.expert_cost import ExpertCost, ExpertCostOptions
 from serving.policies.jsq import JoinShortestQueue
+from serving.policies.kv_aware import KvAware
 from serving.policies.p2c import PowerOfTwo
 from serving.policies.p2c_work import PowerOfTwoWork
 from serving.policies.random_choice import RandomChoice
@@ -51,6 +52,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "jsq": JoinShortestQueue,
     "p2c": PowerOfTwo,
     "p2c_work": PowerOfTwoWork,
+    "kv_aware": KvAware,
     "domain": Domain,
     "eldr_static": EldrStatic,
     "eldr_online": EldrOnline,

@@ -42,7 +42,8 @@ def test_a_key_of_zero_is_a_key():
     table = KeyTable(4)
     assert table.find_one(0) == 0
     (held,) = table.insert(np.zeros(1, np.uint64)).tolist()
-    assert held and table.find_one(0) == held
+    assert held
+    assert table.find_one(0) == held
     assert table.find(np.zeros(1, np.uint64)).tolist() == [held]
     table.delete(np.array([held], np.int32))
     assert table.find_one(0) == 0
