@@ -18,6 +18,9 @@ from bucket_planner.errors import PlannerConfigError
 
 T = TypeVar("T")
 
+# The C parser is ten times faster; wheels carry it, a build from source may not.
+_BaseLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 _UNKNOWN_KEY = re.compile(r"unknown field `(?P<key>[^`]*)`")
 _MISSING_KEY = re.compile(r"missing required field `(?P<key>[^`]*)`")
 _PATH = re.compile(r" - at `(?P<key>key in )?\$?(?P<path>[^`]*)`$")
@@ -30,7 +33,7 @@ _FLOAT = re.compile(
 )
 
 
-class _StrictLoader(yaml.SafeLoader):
+class _StrictLoader(_BaseLoader):
     """SafeLoader that knows YAML 1.2 floats and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

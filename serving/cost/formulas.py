@@ -167,7 +167,9 @@ def cascade_break_even_against_routing(
     """Escalated share at which a cascade costs as much as routing upfront: m * (a - s) / p.
 
     Args:
-        small_usd, attempt_usd, big_usd: as `cascade_usd`.
+        small_usd: s, a request answered by the small model.
+        attempt_usd: p, its part of an escalated one.
+        big_usd: a, a request answered by the big model.
         misrouted: m, share of traffic that upfront routing sends to the big model needlessly.
     """
     _share(misrouted=misrouted)

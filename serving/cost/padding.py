@@ -97,4 +97,4 @@ def waste_usd(
         prefill_s_per_token: seconds per computed token.
         usd_per_s: price of the worker.
     """
-    return charge.waste_tokens * (prefill_s_per_token * usd_per_s)
+    return charge.waste_tokens.astype(np.float64) * (prefill_s_per_token * usd_per_s)

@@ -69,7 +69,7 @@ def test_tpu7x_is_two_devices_and_tp_two(fleet):
 
 def test_price_bases_and_opportunity_rates(fleet, tmp_path):
     assert fleet["tpu7x"].usd_per_chip_s(basis="list") == pytest.approx(12 / 3600)
-    with pytest.raises(PlannerConfigError, match="spot.*amortised"):
+    with pytest.raises(PlannerConfigError, match=r"spot.*amortised"):
         fleet["h100"].usd_per_chip_s(basis="spot")
     path = edited(
         tmp_path,
