@@ -62,7 +62,9 @@ class RouterSection(_Section, frozen=True, kw_only=True):
     Attributes:
         router_id: this replica's name in the records.
         prefill_policy, decode_policy: names of serving/policies.
+        prefill_options, decode_options: the policies' own options.
         seed: of tie-breaks and draws.
+        hash_seed: of the router's block hashes, a deployment secret.
         lease_s: a reservation nobody renews or ends is taken back after it.
         stale_after_s: a worker silent for longer takes no new work.
         sweep_every_s: how often leases are checked.
@@ -70,6 +72,7 @@ class RouterSection(_Section, frozen=True, kw_only=True):
         record_all_share: share of decisions recorded with every candidate.
         num_explained: recent requests `Explain` can still answer for.
         max_losses: workers one request may lose before its loss is reported.
+        decode_wait_s: how long a finished prefill waits for a decode worker with room.
         kv_lease_s: how long unpulled KV is trusted on engines that enforce no lease.
         allow_restart: whether requests may be re-run from their tokens so far by default.
         default_max_tokens: output limit of requests that name none.
@@ -79,7 +82,10 @@ class RouterSection(_Section, frozen=True, kw_only=True):
     router_id: Name = "router-0"
     prefill_policy: Name = "p2c_work"
     decode_policy: Name = "expert_cost"
+    prefill_options: dict[str, bool | int | float | str] = {}
+    decode_options: dict[str, bool | int | float | str] = {}
     seed: int = 0
+    hash_seed: int = 0
     lease_s: Positive = 60.0
     stale_after_s: Positive = 10.0
     sweep_every_s: Positive = 1.0
@@ -87,6 +93,7 @@ class RouterSection(_Section, frozen=True, kw_only=True):
     record_all_share: Share = 0.01
     num_explained: Count = 4096
     max_losses: CountOrNone = 3
+    decode_wait_s: NonNegative = 10.0
     kv_lease_s: Positive = 20.0
     allow_restart: bool = True
     default_max_tokens: Count = 256

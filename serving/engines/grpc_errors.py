@@ -17,7 +17,17 @@ from serving.core.errors import (
 )
 
 _MAX_DETAIL = 300
+_DUPLICATE = "DUPLICATE_REQUEST"
 _DETAILS_KEY = "grpc-status-details-bin"
+
+
+class StillEnding(Rejected):
+    """The engine is still ending an earlier request of that id; another name will do."""
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(
+            RejectReason.QUEUE_FULL, f"worker {worker_id!r} still ends a request of that id"
+        )
 
 
 def engine_error(
@@ -35,6 +45,8 @@ def engine_error(
     info = _error_info(error)
     if info is not None and info.reason == KvLost.reason:
         return KvLost(worker_id, detail)
+    if info is not None and info.reason == _DUPLICATE:
+        return StillEnding(worker_id)
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             facts = dict(info.metadata) if info is not None else {}

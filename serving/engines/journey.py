@@ -35,6 +35,7 @@ from serving.engines.base import (
     PrefillResult,
     StopSwitch,
 )
+from serving.engines.grpc_errors import StillEnding
 
 if TYPE_CHECKING:
     from serving.engines.relay import Relay
@@ -263,7 +264,7 @@ class Journey:
         self._drop_call()
         _log.warning("request %s: %s", self._original.request_id, error)
         kv_only = isinstance(error, KvLost)
-        if not kv_only:
+        if not kv_only and not isinstance(error, StillEnding):
             self._excluded |= {worker_id}
         if isinstance(error, WorkerLost):
             relay.on_loss(self._handover.worker_id if kv_only and self._handover else worker_id)

@@ -21,7 +21,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -30,12 +30,24 @@ from serving.core.decision import OutcomeStatus
 from serving.core.errors import EldrError, InvalidRequest, Rejected, WorkerLost
 from serving.core.request import Request
 from serving.core.router import Router
+from serving.core.signature import Signature
 from serving.core.worker import Phase
 from serving.engines.base import Engine
 from serving.engines.journey import Journey
-from serving.engines.signature_reader import SignatureReader
 
 _log = logging.getLogger(__name__)
+
+
+class SignatureFinder(Protocol):
+    """Where the relay gets signatures (serving/engines/signature_reader.py)."""
+
+    def best(self, sent: object, request: Request) -> Signature | None:
+        """The signature of a prefill answer, `sent` being its `eldr_sig` member or None."""
+        ...
+
+    def predicted(self, request: Request) -> Signature | None:
+        """What can be said before prefill."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +77,7 @@ class Relay:
         engines: Mapping[str, Engine],
         clock: Clock,
         config: RelayConfig,
-        signatures: SignatureReader,
+        signatures: SignatureFinder,
         on_loss: Callable[[str], None] = lambda worker_id: None,
     ) -> None:
         self.router = router

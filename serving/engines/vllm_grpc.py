@@ -164,6 +164,15 @@ class VllmGrpcEngine:
             raise EngineUnhealthy(self._worker.worker_id, f"unhealthy: {health.message}")
         return self._report(loads)
 
+    async def kv_tokens(self) -> int:
+        """KV capacity in tokens as GetLoads tells it, 0 when it does not.
+
+        Raises:
+            WorkerLost: the engine did not answer.
+        """
+        call = self._engine.GetLoads(pb.GetLoadsRequest(), timeout=self._timeouts.control_s)
+        return sum(load.max_total_num_tokens for load in (await self._control(call)).loads)
+
     async def model_info(self) -> pb.GetModelInfoResponse:
         """See `Engine.model_info`."""
         return await self._control(

@@ -131,7 +131,7 @@ def _show(error: grpc.aio.AioRpcError) -> None:
 def main(argv: Sequence[str]) -> None:
     """Flags to config to `run`."""
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+        _refuse("argument", argv[1], "is unexpected: everything is a --flag")
     if bool(_TEXT.value) == bool(_ROUTE_ONLY.value):
         _refuse("text", _TEXT.value, "give exactly one of --text and --route_only")
     if not all(item.isascii() and item.isdigit() for item in _ROUTE_ONLY.value):
@@ -146,10 +146,18 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(asyncio.run(run(config)))
 
 
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
 def _refuse(flag: str, value: str, rule: str) -> None:
     print(f"--{flag}={value!r}: {rule}", file=sys.stderr)
     sys.exit(2)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

@@ -51,6 +51,12 @@ class _OpenRoute:
     prefill: Placed
     decode: Placed | None = None
 
+    @property
+    def latest_s(self) -> float:
+        """Monotonic seconds at which the last of its leases ends."""
+        decode_s = 0.0 if self.decode is None else self.decode.lease.expires_at_s
+        return max(self.prefill.lease.expires_at_s, decode_s)
+
 
 class RouterService:
     """Servicer of `eldr.router.v1.Router` (bind it with `binding.bind`)."""
@@ -85,9 +91,15 @@ class RouterService:
             What was taken back.
         """
         expired = self._router.expire(now_s)
-        for lease in expired:
-            self._open.pop(lease.request_id, None)
+        # A lease may also go because its worker did; then the client has its time to report.
+        for request_id in [r for r, route in self._open.items() if route.latest_s <= now_s]:
+            if all(self._router.fleet.lease_of(request_id, phase) is None for phase in Phase):
+                del self._open[request_id]
         return expired
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of that id is open."""
+        return request_id in self._open
 
     async def Route(
         self, message: pb.RouteRequest, context: grpc.aio.ServicerContext

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -36,14 +36,12 @@ class ServerFacts:
 
     Attributes:
         model: the engines' own description, with this deployment's name and limits.
-        version: version of this product.
         started_at_s: monotonic seconds.
         block_size_tokens: tokens per KV block.
         max_num_seqs: requests the fleet decodes at once.
     """
 
     model: pb.GetModelInfoResponse
-    version: str
     started_at_s: float
     block_size_tokens: int
     max_num_seqs: int
@@ -62,7 +60,20 @@ class VllmFront:
         facts: ServerFacts,
         clock: Clock,
         tokenizer: TextTokenizer | None,
+        is_routed: Callable[[str], bool],
     ) -> None:
+        """Wires the door.
+
+        Args:
+            relay: carries the requests.
+            router: asked about the fleet.
+            gate: refuses while draining.
+            limits: of a request.
+            facts: see `ServerFacts`.
+            clock: time source.
+            tokenizer: None takes token ids only.
+            is_routed: whether an id is open through the Router door.
+        """
         self._relay = relay
         self._router = router
         self._gate = gate
@@ -70,6 +81,7 @@ class VllmFront:
         self._facts = facts
         self._clock = clock
         self._tokenizer = tokenizer
+        self._is_routed = is_routed
         self._last_call_s = 0.0
 
     async def Generate(
@@ -82,6 +94,8 @@ class VllmFront:
             call = metadata.parse(context.invocation_metadata() or (), now_s=now_s)
             token_ids = await self._token_ids(message)
             request = convert.generate_request(message, token_ids, call, self._limits, now_s=now_s)
+            if self._is_routed(request.request_id):
+                raise InvalidRequest("request_id", request.request_id, "is open through Route")
             book = AnswerBook(num_prompt_tokens=len(token_ids), stream=message.stream)
             trailers: dict[str, str] = {}
             answers = self._relay.serve(
@@ -153,7 +167,7 @@ class VllmFront:
         now = datetime.datetime.fromtimestamp(self._clock.wall_s(), datetime.UTC)
         return pb.GetLoadsResponse(
             timestamp=now.isoformat(),
-            version=self._facts.version,
+            version="eldr-router",
             dp_rank_count=1,
             loads=[
                 pb.SchedulerLoad(
