@@ -5,13 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from absl import flags
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bucket_planner.command_line import run_main, say
+from bucket_planner.command_line import run_main, say, write_json
 from bucket_planner.lengths import Trace, read_trace
 from bucket_planner.packer import PackerConfig
 from bucket_planner.plan import PlanConfig, build_plan
@@ -65,10 +64,7 @@ def main() -> None:
         )
     Console(file=sys.stdout, width=120).print(table)
     if values.out:
-        out = Path(values.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"schema_version": 1, "rows": rows}
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        write_json(values.out, {"schema_version": 1, "rows": rows})
 
 
 def measure(trace: Trace, step_tokens: int, max_buckets: int) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 from absl import app, flags
 
-from bucket_planner.errors import PlannerError
+from bucket_planner.errors import PlannerConfigError, PlannerError
 
 
 def run_main(
@@ -32,6 +34,20 @@ def run_main(
             _fail(str(error))
 
     app.run(guarded, flags_parser=_parse)
+
+
+def write_json(path: str, report: object) -> None:
+    """Writes a report as indented JSON, making its directory.
+
+    Raises:
+      PlannerConfigError: the file cannot be written.
+    """
+    out = Path(path)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise PlannerConfigError("out", path, f"must be a writable file ({error})") from error
 
 
 def say(line: str) -> None:

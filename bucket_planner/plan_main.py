@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import msgspec
 from absl import flags
 
 from bucket_planner.buckets import MIN_BUCKET_TOKENS
-from bucket_planner.command_line import run_main, say
+from bucket_planner.command_line import run_main, say, write_json
 from bucket_planner.compile_budget import CompileBudget
 from bucket_planner.cost_curve import RooflineCost, TokenCost, flops_divergence_pct
 from bucket_planner.cost_file import CostFile, load_compiler_report, load_cost_file
@@ -90,9 +89,7 @@ def main() -> None:
     plan = build_plan(trace, config)
     if report and isinstance(config.curve, RooflineCost):
         plan["compiler_flops_divergence_pct"] = flops_divergence_pct(config.curve, report.flops)
-    out = Path(values.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+    write_json(values.out, plan)
     held = plan["heldout"]
     say(f"buckets {' '.join(map(str, plan['buckets']))}")
     say(
@@ -100,7 +97,7 @@ def main() -> None:
         f"held out: {held['cut_pct']:.1f}% less padding, {held['cost_cut_pct']:.1f}% less cost "
         f"({config.curve.unit}), best possible {held['hindsight_cut_pct']:.1f}% less padding"
     )
-    say(f"wrote {out}")
+    say(f"wrote {values.out}")
 
 
 def _cost(path: str | None, hardware_dir: str) -> CostFile:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 from absl import flags
 
-from bucket_planner.command_line import run_main, say
+from bucket_planner.command_line import run_main, say, write_json
+from bucket_planner.errors import PlannerError
 from serving.core.errors import ConfigError
 from serving.cost.catalogue import load_catalogue
 from serving.cost.table import cost_table, table_text
@@ -50,18 +49,14 @@ def run(config: CostMainConfig) -> None:
     """Computes the table, writes the file, prints the text.
 
     Raises:
-        ConfigError: a file or field is wrong, named.
+        ConfigError: a file or field of the configuration is wrong, named.
+        PlannerError: the output file cannot be written.
     """
     catalogue = load_catalogue(config.variants, config.hardware_dir)
     table = cost_table(catalogue, basis=config.basis)
     if config.out is not None:
-        out = Path(config.out)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
-        except OSError as error:
-            raise ConfigError("out", config.out, f"must be a writable file ({error})") from error
-        say(f"wrote {out}: {len(table['cells'])} cells, {len(table['holes'])} holes")
+        write_json(config.out, table)
+        say(f"wrote {config.out}: {len(table['cells'])} cells, {len(table['holes'])} holes")
     if config.table:
         print(table_text(table), file=sys.stdout)
 
@@ -92,7 +87,7 @@ def main() -> None:
 def cli() -> None:
     """Entry point."""
     define_flags()
-    run_main(main, usage=_USAGE, errors=(ConfigError,))
+    run_main(main, usage=_USAGE, errors=(ConfigError, PlannerError))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Bucket sets: lookup, the engines' ladders, and errors for sets that make no sense."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,7 @@ def test_gap_ladders_cover_the_limit_in_steps_of_the_gap(limit, gap):
     sizes = padding_gap_sizes(limit, gap)
     assert sizes[-1] >= limit
     assert all(
-        high == 2 * low if high <= gap else high == low + gap
-        for low, high in zip(sizes, sizes[1:], strict=False)
+        high == 2 * low if high <= gap else high == low + gap for low, high in pairwise(sizes)
     )
     assert len(sizes) == 1 or sizes[-2] < max(limit, gap)
 

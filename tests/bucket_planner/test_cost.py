@@ -68,15 +68,13 @@ def test_roofline_on_hardware_needs_a_native_precision():
     model = {"num_active_params": 1e9, "dense_bytes": 1e9}
     curve = roofline_on(chip, num_chips=2, precision="int8", **model)
     assert curve.flops_per_s == pytest.approx(2 * 1836e12 * 0.55)
-    with pytest.raises(PlannerConfigError, match="fp8.*not native on v6e"):
+    with pytest.raises(PlannerConfigError, match=r"fp8.*not native on v6e"):
         roofline_on(chip, num_chips=2, precision="fp8", **model)
 
 
 def test_measured_points_and_beyond():
     curve = MeasuredCost(tokens=(100, 200), ms=(10.0, 30.0))
-    assert curve.cost(tokens(1, 100, 150, 200, 300)).tolist() == pytest.approx(
-        [10, 10, 20, 30, 50]
-    )
+    assert curve.cost(tokens(1, 100, 150, 200, 300)).tolist() == pytest.approx([10, 10, 20, 30, 50])
     one = MeasuredCost(tokens=(100,), ms=(10.0,))
     assert one.cost(tokens(50, 200)).tolist() == pytest.approx([10, 20])
 
