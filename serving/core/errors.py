@@ -55,6 +55,7 @@ class _FieldError(EldrError):
         super().__init__(f"{field}={_short(value)}: {rule}")
 
     def facts(self) -> dict[str, str]:
+        """Field, value and rule."""
         return {"field": self.field, "value": _short(self.value), "rule": self.rule}
 
 
@@ -75,6 +76,7 @@ class ArtefactError(EldrError):
         super().__init__(f"{path}: {problem}")
 
     def facts(self) -> dict[str, str]:
+        """Path and problem."""
         return {"path": self.path, "problem": self.problem}
 
 
@@ -108,6 +110,7 @@ class Rejected(EldrError):
         super().__init__(f"{why.value}: {detail} (retry after {retry_after_s:g} s)")
 
     def facts(self) -> dict[str, str]:
+        """Detail and delay."""
         return {"detail": self.detail, "retry_after_s": f"{self.retry_after_s:g}"}
 
 
@@ -122,6 +125,7 @@ class LeaseError(EldrError):
         super().__init__(f"lease {lease_id!r}: {problem}")
 
     def facts(self) -> dict[str, str]:
+        """Lease and problem."""
         return {"lease_id": self.lease_id, "problem": self.problem}
 
 
@@ -139,6 +143,7 @@ class DeadlineExceeded(EldrError):
         super().__init__(f"the request's deadline passed after {num_tokens} output tokens")
 
     def facts(self) -> dict[str, str]:
+        """Tokens delivered."""
         return {"num_tokens": str(self.num_tokens)}
 
 
@@ -159,6 +164,7 @@ class WorkerLost(EldrError):
         super().__init__(f"worker {worker_id!r} lost after {num_tokens} output tokens: {detail}")
 
     def facts(self) -> dict[str, str]:
+        """Tokens delivered."""
         return {"worker_id": self.worker_id, "num_tokens": str(self.num_tokens)}
 
 
