@@ -79,7 +79,6 @@ def test_cost_and_compiler_report(trace, tmp_path):
     [
         (("--max_bucket=3",), ("max_bucket", "max_buckets")),
         (("--max_buckets=many", "--trace=x", "--out=y"), ("max_buckets", "many")),
-        (("--trace=x", "--out=y"), ("max_buckets",)),
         (("--max_buckets=0", "--trace=TRACE", "--out=y"), ("max_buckets", ">= 1")),
         (("--max_buckets=3", "--trace=nowhere.csv", "--out=y"), ("nowhere.csv", "readable")),
         (
@@ -87,7 +86,6 @@ def test_cost_and_compiler_report(trace, tmp_path):
             ("compile_s_budget", "--cost"),
         ),
         (("--max_buckets=3", "--trace=TRACE", "--out=y", "stray"), ("stray",)),
-        (("--max_buckets=3", "--trace=TRACE", "--out=y", "--semantics=word"), ("semantics",)),
         (("--max_buckets=3", "--trace=TRACE", "--out=/dev/null/x"), ("out", "/dev/null/x")),
     ],
 )

@@ -34,10 +34,8 @@ def test_table_and_file(tmp_path):
     ("arguments", "facts"),
     [
         (("--tabel",), ("tabel",)),
-        ((), ("table",)),
         (("--table", "--basis=spot"), ("basis", "spot")),
         (("--table", "--variants=nowhere.yaml"), ("nowhere.yaml",)),
-        (("--table", "--hardware_dir=nowhere"), ("hardware_dir", "nowhere")),
         (("--table", "extra"), ("extra",)),
     ],
 )
