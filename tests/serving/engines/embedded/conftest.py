@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
-import jax
 import numpy as np
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
 from eldr_jax.config import ModelConfig
-from eldr_jax.model import init_params
+from eldr_jax.model import block_shapes
 from eldr_jax.runner import Chunk, PagedRunner
 from serving.core.worker import Role
 from serving.engines.embedded.config import EmbeddedWorkerConfig
@@ -189,18 +188,35 @@ def model_config() -> ModelConfig:
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         tie_word_embeddings=True,
-        # Wide enough that a random model's argmax differs from token to token.
-        initializer_range=0.5,
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def random_params(config: ModelConfig) -> dict:
+    """Weights drawn with NumPy (JAX would compile each draw), wide enough that tokens vary."""
+    rng = np.random.default_rng(0)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("_norm"):
+            return np.ones(shape, np.float32)
+        return rng.normal(0, 0.5, shape).astype(np.float32)
+
+    return {
+        "embed": draw("embed", (config.vocab_size, config.hidden_size)),
+        "final_norm": draw("final_norm", (config.hidden_size,)),
+        "layers": [
+            {name: draw(name, shape) for name, shape in block_shapes(config).items()}
+            for _ in range(config.num_layers)
+        ],
+    }
 
 
 @pytest.fixture(scope="session")
 def runner(model_config: ModelConfig) -> PagedRunner:
     runner = PagedRunner(
         model_config,
-        init_params(model_config, jax.random.key(0)),
+        random_params(model_config),
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
         token_buckets=(16, 32),
