@@ -137,6 +137,7 @@ class Fleet:
         if self.num_replicas > 1:
             inflight += (self.num_replicas - 1) * sums[Ledger.UNACKED]
             kv_free -= (self.num_replicas - 1) * sums[Ledger.UNACKED_KV]
+        np.maximum(kv_free, 0.0, out=kv_free)
         accepts = age_s <= self.stale_after_s
         accepts &= index.ready
         members = experts = None

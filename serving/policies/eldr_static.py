@@ -67,5 +67,5 @@ def band_rule(
         if second > -1.0:
             in_band |= others == second
     load = context.view.num_inflight
-    behind = load.max(initial=0.0) + 1.0 + (best - cosine)
+    behind = load[in_band].max(initial=0.0) + 1.0 + (best - cosine)
     return rank_by(np.where(in_band, load, behind), context, rng, unit="requests")

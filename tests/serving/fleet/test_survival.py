@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.core.experts import MIN_KEEP
+from serving.fleet.survival import SurvivalRows
+
+SIZE = 12
+
+
+def keeps(num, seed=0):
+    draw = np.random.default_rng(seed)
+    return [np.maximum(draw.random(SIZE), MIN_KEEP).astype(np.float32) for _ in range(num)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60),
+    prior=st.booleans(),
+)
+def test_rows_are_the_products_of_whoever_is_there(steps, prior):
+    rows = SurvivalRows(SIZE, layer_scale=2.0)
+    rows.arrange(("a", "b", "c"))
+    profile = np.linspace(0.0, 1.0, SIZE, dtype=np.float32)
+    if prior:
+        rows.set_profiles({"b": profile})
+    pool, there = keeps(10), [[], [], []]
+    for which, what in steps:
+        if what in there[which]:
+            there[which].remove(what)
+            rows.remove("abc"[which], pool[what])
+        else:
+            there[which].append(what)
+            rows.add("abc"[which], pool[what])
+    state = rows.rows()
+    for which in range(3):
+        product = np.prod([pool[i] for i in there[which]], axis=0, dtype=np.float64)
+        product = np.broadcast_to(product, SIZE)
+        np.testing.assert_allclose(state.survival[which], product, rtol=1e-4, atol=1e-9)
+        assert state.survival_sum[which] == pytest.approx(product.sum(), rel=1e-4)
+        assert state.num_modelled[which] == len(there[which])
+        if prior:
+            factor = np.maximum(1 - profile, MIN_KEEP) ** 8 if which == 1 else np.ones(SIZE)
+            np.testing.assert_allclose(
+                state.survival_prior[which], product * factor, rtol=1e-3, atol=1e-9
+            )
+    assert (state.survival_prior is not None) == prior
+
+
+def test_a_million_joins_and_leaves_do_not_drift():
+    rows = SurvivalRows(SIZE)
+    rows.arrange(("a",))
+    pool = keeps(8)
+    rows.add("a", pool[0])
+    for i in range(20_000):
+        rows.add("a", pool[1 + i % 7])
+        rows.remove("a", pool[1 + i % 7])
+    np.testing.assert_allclose(rows.rows().survival[0], pool[0], rtol=1e-5)
+    rows.remove("a", pool[0])
+    assert (rows.rows().survival[0] == 1.0).all()
+
+
+def test_many_certain_experts_do_not_underflow_for_good():
+    rows = SurvivalRows(SIZE)
+    rows.arrange(("a",))
+    certain, mild = np.full(SIZE, MIN_KEEP, np.float32), keeps(1)[0]
+    rows.add("a", mild)
+    for _ in range(40):
+        rows.add("a", certain)
+    assert (rows.rows().survival[0] == 0.0).all()
+    for _ in range(40):
+        rows.remove("a", certain)
+    np.testing.assert_allclose(rows.rows().survival[0], mild, rtol=1e-5)
+
+
+def test_rows_move_with_the_fleet():
+    rows = SurvivalRows(SIZE)
+    rows.arrange(("a", "b"))
+    pool = keeps(2)
+    rows.set_profiles({"b": np.full(SIZE, 0.5, np.float32)}, {"b": 3.0})
+    rows.add("a", pool[0])
+    rows.add("b", pool[1])
+    rows.arrange(("c", "b"))
+    state = rows.rows()
+    np.testing.assert_allclose(state.survival, np.stack([np.ones(SIZE), pool[1]]))
+    np.testing.assert_allclose(state.survival_prior[1], pool[1] * 0.5**8, rtol=1e-5)
+    assert state.layer_scale.tolist() == [1.0, 3.0]
+    assert state.total_experts.tolist() == [12.0, 36.0]
+    rows.remove("a", pool[0])  # a worker that left
+    rows.remove("b", pool[1])
+    assert (rows.rows().survival == 1.0).all()
+
+
+def test_a_drifting_profile_moves_towards_what_is_placed():
+    rows = SurvivalRows(SIZE, drift_rate=0.5, pseudo_members=1.0)
+    rows.arrange(("a",))
+    rows.set_profiles({"a": np.zeros(SIZE, np.float32)})
+    keep = np.full(SIZE, 0.25, np.float32)
+    rows.add("a", keep)
+    # Profile 0.5 * 0.75, so the prior keeps 0.625 of what the request keeps.
+    np.testing.assert_allclose(rows.rows().survival_prior[0], 0.25 * 0.625, rtol=1e-5)
+
+
+def test_profiles_are_checked_and_can_be_taken_away():
+    rows = SurvivalRows(SIZE)
+    rows.arrange(("a",))
+    with pytest.raises(ValueError, match="size=12"):
+        rows.set_profiles({"a": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match="must lie in"):
+        rows.set_profiles({"a": np.full(SIZE, 1.5, np.float32)})
+    rows.set_profiles({"a": np.zeros(SIZE, np.float32)})
+    assert rows.rows().survival_prior is not None
+    rows.set_profiles(None)
+    assert rows.rows().survival_prior is None
+
+
+@pytest.mark.parametrize(
+    "bad", [{"size": 0}, {"drift_rate": 1.0}, {"layer_scale": 0.0}, {"pseudo_members": -1.0}]
+)
+def test_rules(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SurvivalRows(**({"size": SIZE} | bad))
