@@ -24,6 +24,7 @@ UNKNOWN = -1
 _EXACT_BELOW = 1024
 _SAMPLED_PASSES = 8
 _LISTED_CHILDREN = 64
+_FEW_CHILDREN = 16
 _STRIDE = 2_654_435_761
 
 
@@ -46,6 +47,9 @@ class Chain:
 class BlockTree:
     """Blocks, their order in prompts, their age.
 
+    Its owner says which blocks nobody holds (`is_empty`, bool per id) and is told which are
+    let go of (`on_release`).
+
     Attributes:
         table: hash -> id.
         parent: int32 [capacity + 1]; id, ROOT or UNKNOWN.
@@ -54,7 +58,13 @@ class BlockTree:
         num_evicted: blocks forgotten to make room.
     """
 
-    def __init__(self, capacity: int, on_release: Callable[[np.ndarray], None]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        is_empty: Callable[[np.ndarray], np.ndarray],
+        on_release: Callable[[np.ndarray], None],
+    ) -> None:
         self.table = KeyTable(capacity)
         self.parent = np.zeros(capacity + 1, np.int32)
         self.num_children = np.zeros(capacity + 1, np.int32)
@@ -64,6 +74,14 @@ class BlockTree:
         self._previous = np.zeros(capacity + 1, np.int32)
         # One cell more than ids: UNKNOWN parents (-1) land in it and are never read.
         self._scratch = np.zeros(capacity + 2, np.int32)
+        self._parent_view = self.parent.data
+        self._num_children_view = self.num_children.data
+        self._used_at_view = self.used_at.data
+        self._first_view = self._first.data
+        self._next_view = self._next.data
+        self._previous_view = self._previous.data
+        self._kept = np.zeros(capacity + 1, bool)
+        self._is_empty = is_empty
         self._on_release = on_release
         self._hand = 0
         self.num_evicted = 0
@@ -72,9 +90,8 @@ class BlockTree:
     def num_bytes(self) -> int:
         """Bytes of the arrays when every page of them is in use."""
         arrays = (self.parent, self.num_children, self.used_at, self._first, self._next)
-        return self.table.num_bytes + sum(
-            a.nbytes for a in (*arrays, self._previous, self._scratch)
-        )
+        arrays = (*arrays, self._previous, self._scratch, self._kept)
+        return self.table.num_bytes + sum(array.nbytes for array in arrays)
 
     def chain(self, parent_hash: int | None, hashes: np.ndarray, tick: int) -> Chain:
         """Finds or adds consecutive blocks and marks them used.
@@ -102,7 +119,8 @@ class BlockTree:
         room = self.table.capacity - len(self.table)
         if need > room:
             keep = np.append(ids[:end][~missing[:end]], max(parent, 0))
-            room += self._evict(need - room, keep)
+            self._evict(need - room, keep)
+            room = self.table.capacity - len(self.table)
         if adopt and end and room >= 1 + missing[0]:
             parent = self._adopt(parent_hash, tick)
             room -= 1
@@ -124,6 +142,62 @@ class BlockTree:
             self.used_at[parent] = tick
         return Chain(ids=ids, parent=parent, num_refused=refused)
 
+    def step(self, parent: int, block_hash: int, tick: int) -> int:
+        """One block under `parent` (an id or ROOT), found or added, and marked used.
+
+        Returns:
+            Its id; 0 when `chain` is needed: no room, or another parent is known.
+        """
+        block = self.table.find_one(block_hash)
+        if block:
+            if self._parent_view[block] != parent:
+                return 0
+        elif len(self.table) == self.table.capacity:
+            return 0
+        else:
+            block = self.table.insert_one(block_hash)
+            self._parent_view[block] = parent
+            if parent:
+                head = self._first_view[parent]
+                self._next_view[block] = head
+                self._previous_view[head] = block
+                self._first_view[parent] = block
+                self._num_children_view[parent] += 1
+        self._used_at_view[block] = tick
+        return block
+
+    def in_use(self, block: int) -> bool:
+        """Whether an id stands for a block."""
+        return self._used_at_view[block] > 0
+
+    def has_children(self, block: int) -> bool:
+        """Whether anything listed hangs under a block."""
+        return self._first_view[block] > 0
+
+    def few_children(self, block: int) -> list[int] | None:
+        """Children of one block; None when there are many, see `children`."""
+        found = []
+        child = self._first_view[block]
+        while child:
+            if len(found) == _FEW_CHILDREN:
+                return None
+            found.append(child)
+            child = self._next_view[child]
+        return found
+
+    def parent_of(self, block: int) -> int:
+        """Id of the block before; ROOT or UNKNOWN."""
+        return self._parent_view[block]
+
+    def drop_leaf(self, block: int) -> None:
+        """Forgets one block without children that its owner has let go of already."""
+        if self._parent_view[block] > 0:
+            self._num_children_view[self._parent_view[block]] -= 1
+            self._unlist(block)
+        self._parent_view[block] = self._next_view[block] = self._previous_view[block] = 0
+        self._used_at_view[block] = 0
+        self.table.delete_one(block)
+
     def children(self, ids: np.ndarray) -> np.ndarray:
         """All children of distinct ids, int32, in no particular order."""
         found = []
@@ -141,23 +215,20 @@ class BlockTree:
             return np.flatnonzero(crowded[self.parent] & (self.used_at > 0)).astype(np.int32)
         return np.concatenate(found) if found else ids[:0]
 
-    def prune(self, ids: np.ndarray, is_empty: Callable[[np.ndarray], np.ndarray]) -> None:
+    def prune(self, ids: np.ndarray) -> None:
         """Forgets blocks that nobody holds and nothing hangs under, and ancestors left so.
 
         Args:
             ids: int32 [n] distinct ids; those no longer in use are passed over.
-            is_empty: bool per id, whether nobody holds the block.
         """
         ids = ids[self.used_at[ids] > 0]
         while len(ids):
-            ids = self._without_outer_children(ids[is_empty(ids)])
+            ids = self._without_outer_children(ids[self._is_empty(ids) & ~self._kept[ids]])
             if not len(ids):
                 return
             parents = self.parent[ids]
             self._release(ids)
-            parents = parents[parents > 0]
-            parents = parents[(self.used_at[parents] > 0) & (self.num_children[parents] == 0)]
-            ids = np.unique(parents)
+            ids = self._bare(parents)
 
     def _adopt(self, parent_hash: int | None, tick: int) -> int:
         """Adds a block whose own parent is not known yet."""
@@ -189,6 +260,12 @@ class BlockTree:
         self._previous[heads] = ids
         self._first[parents] = ids
         self.num_children[parents] += 1
+
+    def _bare(self, parents: np.ndarray) -> np.ndarray:
+        """Those of some blocks' parents that are in use and have no children, distinct."""
+        parents = parents[parents > 0]
+        bare = (self.used_at[parents] > 0) & (self.num_children[parents] == 0)
+        return np.unique(parents[bare])
 
     def _descends(self, block: int, ancestor: int) -> bool:
         """Whether `ancestor` is `block` or above it (a malformed event could close a ring)."""
@@ -225,37 +302,40 @@ class BlockTree:
         self.table.delete(ids)
 
     def _unlist(self, child: int) -> None:
-        before, after = int(self._previous[child]), int(self._next[child])
+        before, after = self._previous_view[child], self._next_view[child]
         if before:
-            self._next[before] = after
+            self._next_view[before] = after
         else:
-            self._first[self.parent[child]] = after
+            self._first_view[self._parent_view[child]] = after
         if after:
-            self._previous[after] = before
+            self._previous_view[after] = before
 
-    def _evict(self, need: int, keep: np.ndarray) -> int:
-        """Evicts up to `need` blocks, oldest leaves first, none of `keep`; returns how many."""
-        kept = self._scratch
-        kept[keep] = 1
-        evicted = 0
+    def _evict(self, need: int, keep: np.ndarray) -> None:
+        """Evicts `need` blocks if it can, oldest leaves first, none of `keep`."""
+        kept = self._kept
+        kept[keep] = True
+        goal = len(self.table) - need
         passes = 0
-        while evicted < need:
-            sample, exact = self._sample(need - evicted, passes)
+        while (need := len(self.table) - goal) > 0:
+            sample, exact = self._sample(need, passes)
             passes += 1
             old = (self.used_at[sample] > 0) & (self.num_children[sample] == 0)
-            leaves = sample[old & (kept[sample] == 0)]
+            leaves = sample[old & ~kept[sample]]
             leaves = leaves[np.argsort(self.used_at[leaves], kind="stable")]
             if not exact:
                 leaves = leaves[: (len(leaves) + 3) // 4]
-            victims = self._with_ancestors(leaves, need - evicted, kept)
-            if len(victims):
-                self._release(victims)
-                evicted += len(victims)
-            elif exact:
-                break
-        kept[keep] = 0
-        self.num_evicted += evicted
-        return evicted
+            victims = self._with_ancestors(leaves, need, kept)
+            if not len(victims):
+                if exact:
+                    break
+                continue
+            parents = self.parent[victims]
+            self._release(victims)
+            self.num_evicted += len(victims)
+            # A block of unknown origin has no holder of its own to be evicted for.
+            bare = self._bare(parents)
+            self.prune(bare)
+        kept[keep] = False
 
     def _sample(self, need: int, passes: int) -> tuple[np.ndarray, bool]:
         """Ids to look for old leaves in, and whether they are all there are."""
@@ -269,8 +349,8 @@ class BlockTree:
 
     def _with_ancestors(self, leaves: np.ndarray, need: int, kept: np.ndarray) -> np.ndarray:
         """Leaves and, with each, the only-child ancestors that are no younger."""
-        parent, num_children = self.parent.data, self.num_children.data
-        used_at, is_kept = self.used_at.data, kept.data
+        parent, num_children = self._parent_view, self._num_children_view
+        used_at, is_kept = self._used_at_view, kept.data
         victims: list[int] = []
         for leaf in leaves.tolist():
             age = used_at[leaf]

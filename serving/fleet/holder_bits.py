@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 WORD_BITS = 64
+_WORD = (1 << WORD_BITS) - 1
 
 
 class HolderBits:
@@ -26,8 +27,10 @@ class HolderBits:
         self._num_words = self.rows.shape[1]
         self._flat = self.rows.reshape(-1)
         self.bytes = self.rows.view(np.uint8)
-        # Slices of a memoryview are the cheapest way to compare whole rows.
+        # Slices of a memoryview are the cheapest way to compare whole rows, and its items
+        # the cheapest way to touch one word.
         self.view = self.bytes.reshape(-1).data
+        self._words = self._flat.data
         self.row_bytes = self._num_words * (WORD_BITS // 8)
 
     def widen(self, num_words: int, used_rows: int) -> None:
@@ -48,6 +51,30 @@ class HolderBits:
     def clear(self, ids: np.ndarray, column: int) -> None:
         """Clears the column's bit in the rows of distinct ids."""
         self._flat[self._cells(ids, column)] &= ~_bit(column)
+
+    def test_one(self, block: int, column: int) -> bool:
+        """Whether a block's row has the column's bit."""
+        word = self._words[block * self._num_words + column // WORD_BITS]
+        return bool(word >> column % WORD_BITS & 1)
+
+    def set_one(self, block: int, column: int) -> None:
+        """Sets one bit."""
+        self._words[block * self._num_words + column // WORD_BITS] |= 1 << column % WORD_BITS
+
+    def clear_one(self, block: int, column: int) -> None:
+        """Clears one bit."""
+        cell, bit = block * self._num_words + column // WORD_BITS, 1 << column % WORD_BITS
+        self._words[cell] &= ~bit & _WORD
+
+    def any_one(self, block: int) -> bool:
+        """Whether any column holds a block."""
+        at = block * self._num_words
+        return any(self._words[at : at + self._num_words])
+
+    def wipe_one(self, block: int) -> None:
+        """Clears one row."""
+        for cell in range(block * self._num_words, (block + 1) * self._num_words):
+            self._words[cell] = 0
 
     def any(self, ids: np.ndarray) -> np.ndarray:
         """Whether any column holds each block, bool [K]."""

@@ -41,6 +41,7 @@ class PredictedBlocks:
         self._next = np.zeros(capacity + 1, np.int32)
         self._previous = np.zeros(capacity + 1, np.int32)
         self._first = np.zeros(num_blocks + 1, np.int32)
+        self._first_view = self._first.data
         self._logs: list[_Log] = [_Log()]
         self._limit = np.zeros(1, np.int64)
         self._ttl_s = np.zeros(1, np.float64)
@@ -72,9 +73,17 @@ class PredictedBlocks:
         self._limit[column] = limit
         self._set_oldest(column)
 
+    def limit(self, column: int) -> int:
+        """Most pairs a column may have."""
+        return min(int(self._limit[column]), self._pairs.capacity)
+
     def any(self, blocks: np.ndarray) -> np.ndarray:
         """Whether any column is predicted to hold each block, bool [K]."""
         return self._first[blocks] > 0
+
+    def any_one(self, block: int) -> bool:
+        """Whether any column is predicted to hold a block."""
+        return self._first_view[block] > 0
 
     def test(self, blocks: np.ndarray, column: int) -> np.ndarray:
         """Whether `column` is predicted to hold each block, bool [K]."""
@@ -93,7 +102,7 @@ class PredictedBlocks:
         Returns:
             (column, blocks) whose pairs were given up to make room.
         """
-        path = path[: min(int(self._limit[column]), self._pairs.capacity)]
+        path = path[: self.limit(column)]
         if not len(path):
             return []
         keys = _keys(path, column)
@@ -133,10 +142,17 @@ class PredictedBlocks:
                 return
             self._end(heads)
 
-    def expire(self, now_s: float) -> list[tuple[int, np.ndarray]]:
-        """Ends every pair whose time is up; returns (column, blocks) of them."""
+    def expire(self, now_s: float, *, max_columns: int) -> list[tuple[int, np.ndarray]]:
+        """Ends every pair whose time is up, in at most so many columns.
+
+        `next_expiry_s` stays in the past when more wait.
+
+        Returns:
+            (column, blocks) of the ended pairs.
+        """
         ended = []
-        for column in np.flatnonzero(self._oldest_s + self._ttl_s <= now_s).tolist():
+        due = (self._oldest_s + self._ttl_s <= now_s).nonzero()[0]
+        for column in due[:max_columns].tolist():
             log = self._logs[column]
             pairs = self._current(column, *log.pop_until(now_s - self._ttl_s[column]))
             ended.append((column, self._block[pairs]))

@@ -16,11 +16,13 @@ import numpy as np
 
 from serving.fleet.block_tree import ROOT, BlockTree, Chain
 from serving.fleet.holder_bits import WORD_BITS, HolderBits
+from serving.fleet.key_table import FEW
 from serving.fleet.predicted_blocks import PredictedBlocks
 
 _BYTE_COLUMNS = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int32)
 _MAX_STEPS = 6
 _SWEEP_ROWS = 4096
+_EXPIRED_COLUMNS = 16
 
 
 class PrefixStore:
@@ -32,7 +34,7 @@ class PrefixStore:
     """
 
     def __init__(self, *, max_blocks: int, max_predicted: int, num_tiers: int) -> None:
-        self.tree = BlockTree(max_blocks, self._forget)
+        self.tree = BlockTree(max_blocks, is_empty=self._nobody_holds, on_release=self._forget)
         self.predicted = PredictedBlocks(max_predicted, max_blocks)
         self._num_tiers = num_tiers
         self._num_words = 1
@@ -87,7 +89,7 @@ class PrefixStore:
         """
         self._live[column] = False
         self._dead.append(column)
-        self.tree.prune(self.predicted.remove_column(column), self._nobody_holds)
+        self.tree.prune(self.predicted.remove_column(column))
 
     def stored(self, column: int, tier: int, parent_hash: int | None, hashes: np.ndarray) -> int:
         """A column stored consecutive blocks on a tier.
@@ -102,6 +104,10 @@ class PrefixStore:
             Blocks at the end that were not taken (no room, or a clash of parents).
         """
         self._use_tier(tier)
+        if len(hashes) <= FEW and not self._orphans[column]:
+            parent_hash, hashes = self._stored_few(column, tier, parent_hash, hashes)
+            if not len(hashes):
+                return 0
         chain = self._chain(parent_hash, hashes)
         ids = chain.ids
         if len(ids):
@@ -118,9 +124,11 @@ class PrefixStore:
         Returns:
             Blocks that the store did not know.
         """
+        tiers = tuple(t for t in tiers if t < len(self.held))
+        if len(hashes) <= FEW and tiers:
+            return self._removed_few(column, tiers, hashes)
         ids = np.unique(self.tree.table.find(hashes))
         ids = ids[ids > 0]
-        tiers = tuple(t for t in tiers if t < len(self.held))
         if len(ids) and tiers:
             for tier in tiers:
                 self.held[tier].clear(ids, column)
@@ -138,19 +146,20 @@ class PrefixStore:
         path = ids[~self.held[0].test(ids, column)]
         for other, blocks in self.predicted.add(column, path, now_s):
             self._lose(other, blocks, 0)
-        # A limit may have cut the path, or the path's own pairs were the oldest.
-        covered = self.held[0].test(ids, column) | self.predicted.test(ids, column)
-        end = len(ids) if covered.all() else int(covered.argmin())
+        end = len(ids)
+        if len(path) > self.predicted.limit(column):
+            covered = self.held[0].test(ids, column) | self.predicted.test(ids, column)
+            end = int(covered.argmin())
         if end:
             chain = Chain(ids=ids[:end], parent=ROOT, num_refused=0)
             for plane in range(len(self.reach)):
                 self._extend(plane, column, chain)
-        self.tree.prune(ids[end:], self._nobody_holds)
+        self.tree.prune(ids[end:])
 
     def expire(self, now_s: float) -> None:
-        """Takes back predictions whose time is up."""
+        """Takes back predictions whose time is up, of a few columns at a time."""
         if now_s >= self.predicted.next_expiry_s:
-            for column, blocks in self.predicted.expire(now_s):
+            for column, blocks in self.predicted.expire(now_s, max_columns=_EXPIRED_COLUMNS):
                 self._lose(column, blocks, 0)
 
     def sweep(self, num_rows: int = _SWEEP_ROWS) -> None:
@@ -170,7 +179,7 @@ class PrefixStore:
         for plane in (*self.held, *self.reach):
             plane.rows[rows] &= ~mask
         ids = np.flatnonzero(touched).astype(np.int32) + np.int32(rows.start)
-        self.tree.prune(ids, self._nobody_holds)
+        self.tree.prune(ids)
         self._swept = rows.stop
         if self._swept >= high:
             self._free += self._sweeping
@@ -254,6 +263,77 @@ class PrefixStore:
         depth_at[1:] = ends + 1
         np.maximum(reached, depth_at.take(count), out=reached)
 
+    def _stored_few(
+        self, column: int, tier: int, parent_hash: int | None, hashes: np.ndarray
+    ) -> tuple[int | None, np.ndarray]:
+        """`stored`, block by block, for a column without orphans; returns what is left to do."""
+        tree, held, predicted = self.tree, self.held[tier], self.predicted
+        parent = ROOT if parent_hash is None else tree.table.find_one(parent_hash)
+        if parent_hash is not None and not parent:
+            return parent_hash, hashes
+        reached = [
+            plane for plane in self.reach[tier:] if parent == ROOT or plane.test_one(parent, column)
+        ]
+        if len(reached) < len(self.reach) - tier:
+            return parent_hash, hashes
+        self._tick += 1
+        for done, block_hash in enumerate(hashes.tolist()):
+            block = tree.step(parent, block_hash, self._tick)
+            if not block:
+                return parent_hash, hashes[done:]
+            held.set_one(block, column)
+            for plane in reached:
+                plane.set_one(block, column)
+            if tier == 0 and predicted.any_one(block):
+                predicted.remove(column, np.array([block], np.int32))
+            parent, parent_hash = block, block_hash
+        return parent_hash, hashes[:0]
+
+    def _removed_few(self, column: int, tiers: tuple[int, ...], hashes: np.ndarray) -> int:
+        """`removed`, block by block, deepest first where the message says it the other way."""
+        tree, predicted = self.tree, self.predicted
+        blocks = {tree.table.find_one(block_hash) for block_hash in hashes.tolist()} - {0}
+        for block in blocks:
+            for tier in tiers:
+                self.held[tier].clear_one(block, column)
+            if 0 in tiers and predicted.any_one(block):
+                predicted.remove(column, np.array([block], np.int32))
+        left = list(blocks)
+        while left:
+            waiting = [b for b in left if tree.in_use(b) and not self._lose_one(column, b)]
+            if len(waiting) == len(left):
+                self._lose(column, np.array(waiting, np.int32), min(tiers))
+                break
+            left = waiting[::-1]
+        return len(hashes) - len(blocks)
+
+    def _lose_one(self, column: int, block: int) -> bool:
+        """`_lose` for a block under which nothing of the column hangs; False if something may."""
+        children = self.tree.few_children(block)
+        if children is None or self.predicted.any_one(block):
+            return False
+        still = False
+        for held, reach in zip(self.held, self.reach, strict=True):
+            still = still or held.test_one(block, column)
+            if not still and reach.test_one(block, column):
+                if any(reach.test_one(child, column) for child in children):
+                    return False
+                reach.clear_one(block, column)
+        self._drop_empty(block)
+        return True
+
+    def _drop_empty(self, block: int) -> None:
+        """Forgets a block without children that nobody holds, and ancestors left so."""
+        while block > 0 and not self.tree.has_children(block):
+            if self.predicted.any_one(block) or any(p.any_one(block) for p in self.held):
+                return
+            for plane in self.reach:
+                # Bits of retired columns may be left.
+                plane.wipe_one(block)
+            above = self.tree.parent_of(block)
+            self.tree.drop_leaf(block)
+            block = above
+
     def _chain(self, parent_hash: int | None, hashes: np.ndarray) -> Chain:
         self._tick += 1
         return self.tree.chain(parent_hash, hashes, self._tick)
@@ -287,7 +367,7 @@ class PrefixStore:
                 lost = below[reach.test(below, column)]
                 if len(lost):
                     self._orphans[column] = True
-        self.tree.prune(ids, self._nobody_holds)
+        self.tree.prune(ids)
 
     def _holds(self, plane: int, column: int, ids: np.ndarray) -> np.ndarray:
         """Whether a column holds each block on some tier <= plane, or is predicted to."""

@@ -9,8 +9,13 @@ def released():
     return []
 
 
-def make_tree(capacity, released):
-    return BlockTree(capacity, lambda ids: released.extend(ids.tolist()))
+def make_tree(capacity, released, held=None):
+    """A tree whose blocks are held by somebody unless `held` lists those that are."""
+    return BlockTree(
+        capacity,
+        is_empty=lambda ids: ~np.isin(ids, list(held)) if held is not None else ids < 0,
+        on_release=lambda ids: released.extend(ids.tolist()),
+    )
 
 
 def hashes(*values):
@@ -93,15 +98,24 @@ def test_chain_longer_than_the_tree_keeps_its_head(released):
 
 
 def test_prune_takes_empty_ancestors_but_nothing_held(released):
-    tree = make_tree(10, released)
+    held = set()
+    tree = make_tree(10, released, held)
     chain = tree.chain(None, hashes(1, 2, 3, 4), 1)
     side = tree.chain(2, hashes(7), 2)
-    held = set(side.ids.tolist())
-    tree.prune(chain.ids, lambda ids: ~np.isin(ids, list(held)))
+    held.update(side.ids.tolist())
+    tree.prune(chain.ids)
     assert known(tree) == [1, 2, 7]
     held.clear()
-    tree.prune(side.ids, lambda ids: np.ones(len(ids), bool))
+    tree.prune(side.ids)
     assert known(tree) == []
+
+
+def test_eviction_leaves_no_block_of_unknown_origin_behind(released):
+    held = set()
+    tree = make_tree(4, released, held)
+    held.update(tree.chain(9, hashes(10), 1).ids.tolist())
+    tree.chain(None, hashes(1, 2, 3), 2)
+    assert known(tree) == [1, 2, 3]
 
 
 def test_children_of_a_popular_block(released):

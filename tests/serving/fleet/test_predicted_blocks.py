@@ -25,12 +25,21 @@ def test_ends_exactly_when_its_time_is_up(predicted):
     predicted.add(1, ids(1, 2, 3), now_s=0.0)
     predicted.add(1, ids(1, 2), now_s=4.0)
     assert predicted.next_expiry_s == 5.0
-    assert ended(predicted.expire(4.999)) == {}
-    assert ended(predicted.expire(5.0)) == {1: [3]}
+    assert ended(predicted.expire(4.999, max_columns=9)) == {}
+    assert ended(predicted.expire(5.0, max_columns=9)) == {1: [3]}
     assert predicted.test(ids(1, 2, 3), 1).tolist() == [True, True, False]
-    assert ended(predicted.expire(9.0)) == {1: [1, 2]}
+    assert ended(predicted.expire(9.0, max_columns=9)) == {1: [1, 2]}
     assert len(predicted) == 0
     assert predicted.next_expiry_s == float("inf")
+
+
+def test_expires_column_by_column(predicted):
+    predicted.configure(2, ttl_s=5.0, limit=100)
+    predicted.add(1, ids(1), now_s=0.0)
+    predicted.add(2, ids(1), now_s=0.0)
+    assert ended(predicted.expire(7.0, max_columns=1)) == {1: [1]}
+    assert predicted.next_expiry_s == 5.0
+    assert ended(predicted.expire(7.0, max_columns=1)) == {2: [1]}
 
 
 def test_over_the_limit_the_deepest_of_the_oldest_goes(predicted):
@@ -72,4 +81,4 @@ def test_log_does_not_grow_with_repeats_at_one_instant(predicted):
     for _ in range(10_000):
         predicted.add(1, ids(1, 2, 3), now_s=1.0)
     assert len(predicted._logs[1].pairs) <= 256
-    assert ended(predicted.expire(6.0)) == {1: [1, 2, 3]}
+    assert ended(predicted.expire(6.0, max_columns=9)) == {1: [1, 2, 3]}
