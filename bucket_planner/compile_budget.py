@@ -21,6 +21,7 @@ from bucket_planner.recursion import Recursion
 
 MAX_PARTIAL_PLANS = 600
 _BISECTIONS = 12
+_WORTH_SLIDING = 1.01  # a plan this close to the best known may slide below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class BudgetSearch:
                 f"must pay at least for the limit's bucket, which takes {needs[index]:g}",
             )
         bounds: list[tuple[float, int, FloatArray]] = []
-        for num in range(1, max_buckets + 1):
+        for num in range(1, self._most_buckets(max_buckets) + 1):
             low, share, incumbent = self._lagrangian(num, incumbent)
             bounds.append((low, num, share))
         unproven = np.inf
@@ -129,6 +130,12 @@ class BudgetSearch:
                 incumbent, left_over = self._extend(num, share, incumbent)
                 unproven = min(unproven, left_over)
         return incumbent, min(unproven, self._recursion.plan_cost(incumbent))
+
+    def _most_buckets(self, max_buckets: int) -> int:
+        """How many buckets the limits could pay for if all but the last were the cheapest."""
+        cheapest = np.sort(self._needs[:, :-1], axis=1)[:, : max_buckets - 1]
+        totals = self._needs[:, -1:] + np.cumsum(cheapest, axis=1)
+        return 1 + int(np.all(totals <= self._limits[:, None], axis=0).sum())
 
     def _better(self, one: list[int], other: list[int]) -> list[int]:
         cost = self._recursion.plan_cost
@@ -172,10 +179,10 @@ class BudgetSearch:
                 layers = self._recursion.layers(num_buckets, share @ self._needs, exactly=True)
                 ends = layers.ends(num_buckets)
                 over = self.used(ends) - self._limits
-                incumbent = self._better(incumbent, self._slide(ends))
-                value = self._recursion.plan_cost(ends) + float(
-                    share[self._limited] @ over[self._limited]
-                )
+                cost = self._recursion.plan_cost(ends)
+                if cost < _WORTH_SLIDING * self._recursion.plan_cost(incumbent):
+                    incumbent = self._better(incumbent, self._slide(ends))
+                value = cost + float(share[self._limited] @ over[self._limited])
                 if value > best_low:
                     best_low, best_share = value, share.copy()
                 if over[index] > 0:
