@@ -5,7 +5,9 @@ it in one of three ways, reported side by side: the ladder plus the best extra s
 `VLLM_TPU_BUCKET_PADDING_GAP`, or the plan alone where the engine reads `MIN_TOKEN_BUCKET` (the
 ladder then shrinks to its limit). sgl-jax takes `--precompile-token-paddings` as the whole set,
 rounds each down to a multiple of the data-parallel size and drops those outside its range.
-JetStream and MaxText take the prompt buckets as they are.
+JetStream and MaxText take the prompt buckets as they are, as a list in code (JetStream's
+`DEFAULT_PREFILL_BUCKETS`); `measure_flag` makes MaxText's microbenchmark time exactly these, and
+its result is a cost file.
 """
 
 import json
@@ -59,7 +61,10 @@ def engine_flags(
                 "prefill_buckets": list(plan),
                 "waste_tokens": padding_tokens(plan, lengths.tokens, lengths.counts),
             },
-            "maxtext": {"flag": f"prefill_lengths={sizes}", "prefill_buckets": list(plan)},
+            "maxtext": {
+                "prefill_buckets": list(plan),
+                "measure_flag": f"inference_microbenchmark_prefill_lengths={sizes}",
+            },
         }
     return {
         "tpu_inference": _tpu_inference(

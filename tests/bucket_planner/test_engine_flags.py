@@ -112,6 +112,7 @@ def test_prompt_plans_go_to_jetstream_and_maxtext():
     assert set(found) == {"jetstream", "maxtext"}
     assert found["jetstream"]["prefill_buckets"] == [100, 2048]
     assert found["maxtext"]["prefill_buckets"] == [100, 2048]
+    assert found["maxtext"]["measure_flag"].endswith("prefill_lengths=100,2048")
 
 
 def test_bad_settings_are_named():
