@@ -168,7 +168,8 @@ def _token_ids(config: DemoConfig) -> dict[str, np.ndarray]:
 
 def main(argv: Sequence[str]) -> None:
     """Flags to config to `run`; exits 2 when a flag or config is wrong."""
-    console = Console()
+    # A table needs room even where the output is a file or a pipe.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     logging.basicConfig(level=logging.WARNING)
     try:
         if len(argv) > 1:
