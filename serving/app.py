@@ -26,6 +26,7 @@ from serving import assembly
 from serving.config import ServerConfig, check
 from serving.core.clock import Clock, SystemClock
 from serving.core.errors import ConfigError, Rejected, RejectReason
+from serving.core.placed import PlacementObserver
 from serving.core.router import Router
 from serving.core.worker import Phase, WorkerInfo
 from serving.decision_log import FileDecisionLog
@@ -35,6 +36,7 @@ from serving.engines.relay import Relay, RelayConfig
 from serving.engines.signature_reader import SignatureReader
 from serving.explain import explain_text
 from serving.fleet.fleet import Fleet
+from serving.fleet.prefix_index import PrefixIndex
 from serving.policies.online_regions import OnlineRegions
 from serving.policies.registry import make_policy
 from serving.rpc import health, router_service, vllm_front
@@ -106,6 +108,7 @@ class App:
         self._artefact: SignatureArtefact | None = None
         self._regions: FittedRegions | None = None
         self._online: OnlineRegions | None = None
+        self._prefix_index = PrefixIndex() if config.router.prefix_index else None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] | None = None
@@ -239,6 +242,7 @@ class App:
         for info in infos:
             self.fleet.add(info, clock.monotonic_s())
             self._engines[info.worker_id] = assembly.engine_for(config, info, clock)
+        self._fleet_changed()
         await self._fit_regions(infos)
         if config.log.decisions:
             self._log = FileDecisionLog(Path(config.log.decisions))
@@ -250,7 +254,8 @@ class App:
             sink=self._log,
             artefact=self._artefact,
             regions=self._regions,
-            observers=() if self._online is None else (self._online,),
+            prefix_index=self._prefix_index,
+            observers=self._observers(),
         )
         self._use_regions(config.router.decode_policy)
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
@@ -309,6 +314,7 @@ class App:
             interval_s=config.telemetry.poll_interval_s,
             lost_after=config.telemetry.lost_after,
             jitter=random.Random(config.router.seed),
+            on_change=self._fleet_changed,
         )
         self.relay = Relay(
             router=self.router,
@@ -390,6 +396,20 @@ class App:
             regions = online.adopt(job, centroids)
             if self.router.policy(Phase.DECODE).name in _ONLINE_REGIONS:
                 self.router.set_regions(regions)
+
+    def _observers(self) -> tuple[PlacementObserver, ...]:
+        observers: list[PlacementObserver] = []
+        if self._online is not None:
+            observers.append(self._online)
+        if self._prefix_index is not None:
+            observers.append(assembly.PrefixCredits(self._prefix_index))
+        return tuple(observers)
+
+    def _fleet_changed(self) -> None:
+        """Workers joined, restarted or changed state: old KV is never credited."""
+        if self._prefix_index is not None:
+            for info in self.fleet.workers:
+                self._prefix_index.add_worker(info)
 
     def _use_regions(self, policy: str) -> None:
         """Online rules see the regions that follow the traffic, the others the fitted ones."""

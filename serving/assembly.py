@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from serving.core.clock import Clock
 from serving.core.costs import CostBook
 from serving.core.errors import ConfigError, WorkerLost
 from serving.core.experts import ExpertProfiles
-from serving.core.placed import PlacementObserver
+from serving.core.placed import Placed, PlacementObserver
 from serving.core.ports import DecisionSink
 from serving.core.router import Router
 from serving.core.router_config import RouterConfig
@@ -25,6 +26,7 @@ from serving.core.worker import Capabilities, Phase, WorkerInfo
 from serving.engines.base import Engine
 from serving.engines.vllm_grpc import EngineTimeouts, VllmGrpcEngine
 from serving.fleet.fleet import Fleet
+from serving.fleet.prefix_index import PrefixIndex
 from serving.fleet.survival import SurvivalRows
 from serving.policies.registry import make_policy
 from serving.rpc.convert import DoorLimits
@@ -105,6 +107,19 @@ def bind_regions(fleet: Fleet, regions: FittedRegions | None) -> None:
     )
 
 
+class PrefixCredits:
+    """Credits a prompt's blocks to the prefill worker it was sent to (a `PlacementObserver`)."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def placed(self, placed: Placed, now_s: float) -> None:
+        """Takes one placement."""
+        if placed.phase is Phase.PREFILL:
+            with contextlib.suppress(KeyError):  # the worker left in the meantime
+                self._index.route(placed.worker.worker_id, placed.block_hashes, now_s)
+
+
 def build_router(
     config: ServerConfig,
     fleet: Fleet,
@@ -114,6 +129,7 @@ def build_router(
     sink: DecisionSink | None,
     artefact: SignatureArtefact | None,
     regions: FittedRegions | None,
+    prefix_index: PrefixIndex | None,
     observers: tuple[PlacementObserver, ...],
 ) -> Router:
     """The router over its parts.
@@ -139,6 +155,7 @@ def build_router(
         ),
         clock=clock,
         sink=sink,
+        prefix_index=prefix_index,
         experts=None if artefact is None else expert_profiles(artefact),
         regions=regions,
         fallback_policy=make_policy("p2c_work"),

@@ -145,8 +145,12 @@ class Rig:
             await call
         return Failure.of(caught.value)
 
-    def held(self) -> dict[str, Any]:
-        """Everything that must be nothing once all requests have ended."""
+    def held(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
+        """Everything that must be nothing once all requests have ended.
+
+        Args:
+            ignore: ids of workers that were killed.
+        """
         from serving.core.worker import Phase
 
         app = self.app
@@ -156,9 +160,15 @@ class Rig:
             "reservations": len(app.fleet.ledger),
         }
         for phase in Phase:
-            held[f"{phase.value} inflight"] = int(app.router.view(phase).num_inflight.sum())
+            view = app.router.view(phase)
+            for worker, num in zip(view.workers, view.num_inflight, strict=True):
+                # What a dead worker last said of itself stays until it is back.
+                if worker.worker_id not in ignore:
+                    held[f"{worker.worker_id} {phase.value} inflight"] = int(num)
         assert app.embedded is not None
         for worker_id, worker in app.embedded.workers.items():
+            if worker_id in ignore:
+                continue
             now = worker.accounting()
             held[f"{worker_id} blocks"] = now.blocks_in_use
             held[f"{worker_id} leases"] = now.leases_open
@@ -174,7 +184,7 @@ class Rig:
         held: dict[str, Any] = {}
         for _ in range(400):
             await self.app.relay.settle()
-            held = {k: v for k, v in self.held().items() if k.split()[0] not in ignore}
+            held = self.held(ignore)
             if not held:
                 return
             await asyncio.sleep(0.02)

@@ -147,16 +147,13 @@ def test_a_taken_port_is_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fact"),
+    ("arguments", "facts"),
     [
-        (["--config=/nowhere.yaml"], "/nowhere.yaml"),
-        ([], "config"),
-        (["--config=x", "--colour=red"], "colour"),
-        (["--config=x", "--port=70000"], "70000"),
-        (["--config=x", "loose"], "loose"),
+        (["--config=/nowhere.yaml", "--port=0"], ["/nowhere.yaml", "readable"]),
+        (["--colour=red"], ["colour"]),
     ],
 )
-def test_wrong_flags_exit_2(arguments: list[str], fact: str) -> None:
+def test_wrong_flags_exit_2(arguments: list[str], facts: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "serving.server_main", *arguments],
         capture_output=True,
@@ -165,7 +162,8 @@ def test_wrong_flags_exit_2(arguments: list[str], fact: str) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
-    assert fact in done.stderr
+    for fact in facts:
+        assert fact in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -324,6 +324,31 @@ def test_a_deadline_ends_the_request_everywhere(scenario: Scenario) -> None:
     scenario(body)
 
 
+def test_a_long_answer_keeps_its_leases(scenario: Scenario, alone: Alone) -> None:
+    async def body(rig) -> None:
+        prompt = rig.prompt(13, 9)
+        answer = await rig.generate(rig.message("r1", prompt, 80))
+        assert answer.tokens == alone(prompt, 80)
+        assert rig.app.router.explain("r1")[-1].status.value == "ok"
+
+    # Leases far shorter than 80 steps take; the sweep renews them while the request runs.
+    scenario(body, router={"lease_s": 0.05, "sweep_every_s": 0.01, "stale_after_s": 60.0})
+
+
+def test_a_prompt_is_credited_where_it_went(scenario: Scenario) -> None:
+    async def body(rig) -> None:
+        prompt = rig.prompt(14, 33)
+        winners = set()
+        for i in range(4):
+            await rig.generate(rig.message(f"r{i}", prompt, 2))
+            prefill = rig.app.router.explain(f"r{i}")[0]
+            winners.add(prefill.stage.winner)
+            assert prefill.inputs["cached_tokens"] == (0 if i == 0 else 32)
+        assert len(winners) == 1
+
+    scenario(body, router={"prefix_index": True, "prefill_policy": "kv_aware"})
+
+
 def test_the_door_describes_the_fleet(scenario: Scenario) -> None:
     async def body(rig) -> None:
         model = await rig.engine.GetModelInfo(pb.GetModelInfoRequest())
