@@ -53,36 +53,49 @@ def params():
     return init_params(CONFIG, jax.random.key(0))
 
 
+OPTIONS = {"num_blocks": 96, "token_buckets": (16, 64), "max_blocks_per_seq": 6}
+
+
 @pytest.fixture(scope="module")
-def captures(params):
+def runner(params) -> PagedRunner:
+    return PagedRunner(CONFIG, params, debug=True, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def captures(runner):
     prompts = make_prompts()
-    runner = PagedRunner(
-        CONFIG,
-        params,
-        num_blocks=blocks_for(prompts, DECODE, 16),
-        token_buckets=(16, 64),
-        max_blocks_per_seq=8,
-        debug=True,
+    assert blocks_for(prompts, DECODE, 16) <= 96
+    return prompts, list(
+        capture_prompts(runner, prompts, num_decode_tokens=DECODE, stop_token=None)
     )
-    got = list(capture_prompts(runner, prompts, num_decode_tokens=DECODE, stop_token=None))
-    return prompts, got
 
 
 def test_captures_are_what_the_whole_sequence_model_routes(params, captures):
     prompts, got = captures
     assert [one.prompt_id for one in got] == [prompt.prompt_id for prompt in prompts]
-    model = model_of(CONFIG, params)
-    for prompt, one in list(zip(prompts, got, strict=True))[:6]:
-        tokens = prompt.token_ids.tolist()
-        for _ in range(DECODE + 1):
-            forward = model(jax.numpy.array([tokens], jax.numpy.int32))
-            tokens.append(int(model.logits(forward.hidden)[0, -1].argmax()))
-        forward = model(jax.numpy.array([tokens[:-1]], jax.numpy.int32))
-        routed = np.stack([np.sort(np.asarray(trace.ids), axis=1) for trace in forward.routers], 1)
+    for prompt, one in list(zip(prompts, got, strict=True))[:5]:
+        tokens = prompt.token_ids.tolist() + greedy(params, prompt)
+        _, ids = whole_sequence(params, padded(tokens))
+        routed = np.sort(np.asarray(ids), axis=2)
         num_prompt = len(prompt.token_ids)
         assert one.prefill_experts is not None
         assert np.array_equal(np.sort(one.prefill_experts, axis=2), routed[:num_prompt])
-        assert np.array_equal(np.sort(one.decode_experts, axis=2), routed[num_prompt:])
+        decoded = routed[num_prompt : num_prompt + DECODE]
+        assert np.array_equal(np.sort(one.decode_experts, axis=2), decoded)
+
+
+@jax.jit
+def whole_sequence(params, tokens):
+    """Greedy token after each position [T], and experts [T, L, K], by the training model."""
+    model = model_of(CONFIG, params)
+    forward = model(tokens[None])
+    ids = jax.numpy.stack([trace.ids for trace in forward.routers], axis=1)
+    return model.logits(forward.hidden)[0].argmax(axis=-1), ids
+
+
+def padded(tokens: list[int]) -> np.ndarray:
+    """One length for all, so that one program serves them; causal, so padding changes nothing."""
+    return np.pad(np.array(tokens, np.int32), (0, 96 - len(tokens)))
 
 
 def test_counts_and_ids_tell_the_same(captures):
@@ -95,36 +108,37 @@ def test_counts_and_ids_tell_the_same(captures):
             assert np.array_equal(found, counts)
 
 
-def test_end_of_text_ends_a_decode_after_the_least_number_of_passes(params, captures):
+def greedy(params, prompt: Prompt) -> list[int]:
+    """The tokens after the prompt, DECODE + 1 of them."""
+    tokens = prompt.token_ids.tolist()
+    for _ in range(DECODE + 1):
+        best, _ = whole_sequence(params, padded(tokens))
+        tokens.append(int(best[len(tokens) - 1]))
+    return tokens[len(prompt.token_ids) :]
+
+
+def test_end_of_text_ends_a_decode_after_the_least_number_of_passes(params, runner, captures):
     prompts, free = captures
-    runner = PagedRunner(
-        CONFIG, params, num_blocks=64, token_buckets=(16, 64), max_blocks_per_seq=8, debug=True
-    )
-    # Every token is a possible stop: the passes done tell when it came.
-    for stop in range(0, 64, 9):
-        got = list(
-            capture_prompts(
-                runner,
-                prompts[:3],
-                num_decode_tokens=DECODE,
-                stop_token=stop,
-                min_decode_tokens=2,
-            )
+    generated = greedy(params, prompts[1])
+    for stop in {generated[0], generated[3], 63}:
+        (one,) = capture_prompts(
+            runner,
+            prompts[1:2],
+            num_decode_tokens=DECODE,
+            stop_token=stop,
+            min_decode_tokens=2,
         )
-        for one, whole in zip(got, free, strict=False):
-            assert 2 <= len(one.decode_experts) <= DECODE
-            assert np.array_equal(
-                one.decode_experts, whole.decode_experts[: len(one.decode_experts)]
-            )
+        ends = [p for p in range(2, DECODE) if generated[p] == stop]
+        expected = ends[0] if ends else DECODE
+        assert len(one.decode_experts) == expected
+        assert np.array_equal(one.decode_experts, free[1].decode_experts[:expected])
 
 
-def test_a_prompt_beyond_the_context_and_a_runner_without_ids_are_refused(params):
+def test_a_prompt_beyond_the_context_and_a_runner_without_ids_are_refused(params, runner):
     prompts = [Prompt(prompt_id="p", domain="d", token_ids=np.ones(130, np.int32))]
-    options = {"num_blocks": 16, "token_buckets": (16, 64), "max_blocks_per_seq": 8}
-    runner = PagedRunner(CONFIG, params, debug=True, **options)
     with pytest.raises(ValueError, match="'p': 136 tokens"):
         next(capture_prompts(runner, prompts, num_decode_tokens=DECODE, stop_token=None))
-    blind = PagedRunner(CONFIG, params, **options)
+    blind = PagedRunner(CONFIG, params, **OPTIONS)
     short = [Prompt(prompt_id="p", domain="d", token_ids=np.ones(3, np.int32))]
     with pytest.raises(ValueError, match="debug=True"):
         next(capture_prompts(blind, short, num_decode_tokens=DECODE, stop_token=None))

@@ -1,0 +1,1 @@
+"""Captures of paper-sized models without the models: real texts through real routing tables."""
