@@ -5,6 +5,7 @@
 #   make test      unit, property and contract tests
 #   make check     format, lint, types, import contracts, tests: what CI runs
 #   make e2e       real processes, one of them killed
+#   make bench     decision, prefix index, decode step, bucket plans: ratios, not verdicts
 #   make format    rewrite files in house style
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -51,6 +52,14 @@ format: $(STAMP)
 
 e2e: $(STAMP)
 	$(BIN)/python -m pytest -q -m e2e tests
+
+TRACES := $(wildcard ../shared/data/traces/azure_llm_2023/*.csv ../shared/data/traces/mooncake_fast25/*.jsonl)
+
+bench: $(STAMP)
+	$(BIN)/python -m serving.bench_main
+	$(BIN)/python -m calibration.bench_main --suite=index
+	$(BIN)/python -m calibration.bench_main --suite=decode_step
+	$(if $(TRACES),$(BIN)/python -m bucket_planner.bench_main $(addprefix --trace=,$(TRACES)),@echo "bucket plans skipped: no traces in ../shared/data/traces")
 
 # The same gate on a newer Python (and with it jax 0.11), in an environment of its own.
 check-matrix:
