@@ -165,7 +165,10 @@ def _read_counts(
     counts = {}
     for key, texts in entries.items():
         sizes = np.array([text.count(":") for text in texts])
-        numbers = np.fromstring(" ".join(texts).replace(":", " "), np.int64, sep=" ")
+        try:
+            numbers = np.fromstring(" ".join(texts).replace(":", " "), np.int64, sep=" ")
+        except ValueError as error:
+            raise ArtefactError(file, f"{key}: must be expert:count pairs ({error})") from error
         if len(numbers) != 2 * sizes.sum() or not len(numbers):
             raise ArtefactError(file, f"{key}: must be expert:count pairs")
         pairs = numbers.reshape(-1, 2)
