@@ -136,7 +136,6 @@ class Engine:
                     f"tokens of KV wanted, {free} of {self._pool.num_blocks} blocks free, "
                     f"{len(self._scheduler.running)} of {self._config.max_num_seqs} places taken",
                 )
-            self._num_prompt_tokens += sequence.num_prompt_tokens
             return sequence
 
     def leave(self, sequence: Sequence, *, keep_lease: bool) -> None:
@@ -377,7 +376,6 @@ class Engine:
         """Brings everything up to date: expiry, admission, events, the step loop's waking."""
         self._pool.release(self._leases.expire(self._clock.monotonic_s()))
         for sequence in self._scheduler.admit():
-            self._num_cached_prompt_tokens += sequence.num_cached_tokens
             if sequence.state is State.PULLING:
                 wanted = PullWanted(first_block=sequence.num_published)
                 self._events.append((sequence.sink, wanted))
@@ -407,6 +405,9 @@ class Engine:
         return sequence.state is State.FINISHED
 
     def _drop(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+        if sequence.state is not State.WAITING:
+            self._num_prompt_tokens += sequence.num_prompt_tokens
+            self._num_cached_prompt_tokens += sequence.num_cached_tokens
         self._scheduler.remove(sequence, keep_blocks=keep_blocks)
         self._forget_id(sequence)
 

@@ -158,6 +158,8 @@ class Scheduler:
 
     def plan(self) -> list[PlannedChunk]:
         """The next step; empty when nobody runs."""
+        for sequence in self.running:
+            self._match_again(sequence)
         shares = share_budget(
             [s.num_pending for s in self.running], max_tokens=self.max_step_tokens
         )
@@ -212,8 +214,27 @@ class Scheduler:
         total = -(-sequence.spec.num_kv_tokens // self.block_size)
         block_ids = self.pool.reserve(shared, total - len(shared))
         sequence.block_ids = np.asarray(block_ids, np.int32)
-        sequence.num_published = len(shared)
-        sequence.num_cached_tokens = len(shared) * self.block_size
+        self._begin_after(sequence, len(shared))
+
+    def _match_again(self, sequence: Sequence) -> None:
+        """Shares blocks that others have filled since admission, as long as it has not begun.
+
+        Requests that arrive together with one prefix would otherwise all compute it.
+        """
+        if sequence.num_computed != sequence.num_cached_tokens:
+            return
+        shared = self._cached_prefix(sequence)
+        held = sequence.num_published
+        if len(shared) > held:
+            block_ids = sequence.block_ids.copy()
+            block_ids[held : len(shared)] = self.pool.reserve(shared[held:], 0)
+            self.pool.release(sequence.block_ids[held : len(shared)].tolist())
+            sequence.block_ids = block_ids
+            self._begin_after(sequence, len(shared))
+
+    def _begin_after(self, sequence: Sequence, num_shared: int) -> None:
+        sequence.num_published = num_shared
+        sequence.num_cached_tokens = num_shared * self.block_size
         sequence.num_computed = sequence.num_counted = sequence.num_cached_tokens
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:

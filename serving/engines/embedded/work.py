@@ -119,7 +119,19 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """Where the blocks are, and how many requests there are."""
+    """Where the blocks are, and how many requests there are.
+
+    Attributes:
+        blocks_total: size of the pool.
+        blocks_in_use: held by requests or leases.
+        blocks_cached: unheld, kept for prefix hits.
+        leases_open: hand-overs that wait for their pull.
+        num_running: requests with a place.
+        num_waiting: the others.
+        num_uncached_waiting_tokens: prompt tokens this worker still has to compute.
+        num_prompt_tokens: of the requests that ended.
+        num_cached_prompt_tokens: of those, found in the local cache.
+    """
 
     blocks_total: int
     blocks_in_use: int

@@ -49,7 +49,7 @@ class Client:
     ) -> pb.GenerateComplete:
         """The closing message; checks that the chunks before it agree with it."""
         chunks: list[int] = []
-        async for answer in self.engine.Generate(request, metadata=metadata or None, timeout=30):
+        async for answer in self.engine.Generate(request, metadata=metadata or None, timeout=300):
             if answer.HasField("complete"):
                 assert chunks == (list(answer.complete.output_ids) if request.stream else [])
                 return answer.complete
@@ -59,7 +59,7 @@ class Client:
 
     async def idle(self) -> None:
         """Waits until nothing is held; fails when something stays."""
-        for _ in range(500):
+        for _ in range(6000):
             now = self.worker.accounting()
             if now.idle and now.blocks_in_use == 0:
                 return

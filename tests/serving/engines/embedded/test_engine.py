@@ -6,6 +6,8 @@ block given away too early, shared wrongly or written late is seen at once.
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from serving.engines.embedded.config import EmbeddedWorkerConfig
 from serving.engines.embedded.engine import Engine
 from serving.engines.embedded.generate_request import GenerateSpec
 from serving.engines.embedded.hand_over import HandOver
+from serving.engines.embedded.kv_transfer import KvServicer
 from serving.engines.embedded.sampling import Sampling
 from serving.engines.embedded.scheduler import share_budget
 from serving.engines.embedded.sequence import (
@@ -30,6 +33,7 @@ from serving.engines.embedded.sequence import (
     TokenMade,
 )
 from serving.engines.embedded.work import DuplicateRequest, Geometry, KvBlocks, StepOutcome, Work
+from serving.proto import embedded_pb2
 
 BLOCK, LAYERS, EXPERTS, VOCAB = 4, 2, 5, 17
 SOURCE = HandOver(
@@ -495,3 +499,47 @@ def test_a_pull_under_way_keeps_its_blocks_past_the_expiry():
     assert pretend.engine.accounting().blocks_in_use == 2
     pretend.engine.end_pull(held, completed=False)
     assert pretend.engine.accounting().blocks_in_use == 0
+
+
+def test_requests_that_arrive_together_share_what_the_first_computes():
+    pretend = Pretend(32)
+    stem = [1, 2, 3, 4] * 5
+    specs = [spec_of(f"r{i}", [*stem, 5 + i], max_tokens=3) for i in range(3)]
+    sequences = [pretend.submit(spec) for spec in specs]
+    in_use = pretend.engine.accounting().blocks_in_use
+    pretend.finish(pretend.begin())
+    pretend.finish(pretend.begin())
+    assert [s.num_cached_tokens for s in sequences] == [0, 16, 16]
+    assert pretend.engine.accounting().blocks_in_use == in_use - 8
+    pretend.run_until_idle()
+    for spec in specs:
+        pretend.check_answer(spec)
+
+
+def test_a_pull_broken_off_leaves_the_lease_for_another_try():
+    pretend = Pretend(8)
+    pretend.submit(spec_of("a", [1] * 9, hands_over=True))
+    pretend.run_until_idle()
+    lease = pretend.end_of("a").lease
+    request = embedded_pb2.PullRequest(
+        remote_request_id=lease.remote_request_id, lease=lease.lease_id, block_ids=lease.block_ids
+    )
+
+    async def pull(num_wanted: int) -> list[int]:
+        stream = KvServicer(pretend.engine, BLOCK).Pull(request, None)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        pretend.finish(pretend.begin())
+        indices = [(await first).index]
+        while len(indices) < num_wanted:
+            indices.append((await anext(stream)).index)
+        if num_wanted == 3:
+            assert [block async for block in stream] == []
+        await stream.aclose()
+        return indices
+
+    assert asyncio.run(pull(2)) == [0, 1]
+    assert pretend.engine.accounting().leases_open == 1
+    assert asyncio.run(pull(3)) == [0, 1, 2]
+    now = pretend.engine.accounting()
+    assert (now.leases_open, now.blocks_in_use) == (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import socket
@@ -243,32 +242,6 @@ def test_a_decode_client_that_leaves_during_the_pull(scenario):
             )
         )
         silent.close()
-
-    scenario(body)
-
-
-def test_a_pull_broken_off_leaves_the_lease_for_another_try(scenario):
-    async def body(rig):
-        prefill = await rig.start(Role.PREFILL)
-        request = rig.generate("a", rig.prompt_of(1, 40))
-        params = params_of(await prefill.complete(rig.prefill_of(request)))
-        pull = embedded_pb2.PullRequest(
-            remote_request_id=params["remote_request_id"],
-            lease=params["lease"],
-            block_ids=params["remote_block_ids"],
-        )
-        stream = prefill.kv.Pull(pull)
-        await stream.read()
-        stream.cancel()
-        blocks: list[embedded_pb2.KvBlock] = []
-        for _ in range(200):
-            # Until the worker has noticed, the lease counts as being pulled.
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                blocks = [block async for block in prefill.kv.Pull(pull)]
-                break
-            await asyncio.sleep(0.01)
-        assert [block.index for block in blocks] == list(range(10))
-        assert {block.num_tokens for block in blocks} == {4}
 
     scenario(body)
 

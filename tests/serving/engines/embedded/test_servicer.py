@@ -89,7 +89,7 @@ def test_flush_waits_for_requests_or_says_no(scenario):
         answer = await worker.engine.FlushCache(common_pb2.FlushCacheRequest())
         assert not answer.success
         assert "in flight" in answer.message
-        answer = await worker.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20.0))
+        answer = await worker.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=200.0))
         assert answer.success
         assert worker.worker.accounting().blocks_cached == 0
         await running

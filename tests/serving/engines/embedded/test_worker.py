@@ -276,7 +276,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(scenario, alone):
         running = asyncio.ensure_future(worker.complete(rig.generate("a", prompt, 40)))
         while not worker.worker.accounting().num_running:
             await asyncio.sleep(0.005)
-        stopping = asyncio.ensure_future(worker.worker.stop(grace_s=30.0))
+        stopping = asyncio.ensure_future(worker.worker.stop(grace_s=300.0))
         await asyncio.sleep(0)
         detail = await refused(
             worker.complete(rig.generate("b", prompt)), grpc.StatusCode.UNAVAILABLE
@@ -293,7 +293,7 @@ def test_a_drain_waits_for_pulls_too(scenario, alone):
         prefill, decode = await rig.start(Role.PREFILL), await rig.start(Role.DECODE)
         request = rig.generate("a", rig.prompt_of(5, 8))
         first = await prefill.complete(rig.prefill_of(request))
-        stopping = asyncio.ensure_future(prefill.worker.stop(grace_s=30.0))
+        stopping = asyncio.ensure_future(prefill.worker.stop(grace_s=300.0))
         await asyncio.sleep(0.05)
         request.kv_transfer_params_json = first.kv_transfer_params_json
         answer = await decode.complete(request)
