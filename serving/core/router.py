@@ -284,7 +284,8 @@ class Router:
         evidence = placed.evidence
         if evidence is None:
             return
-        self._write(decision_line(placed, evidence, self.config.router_id))
+        if self._on_sample(placed.sequence, self.config.record_share):
+            self._write(decision_line(placed, evidence, self.config.router_id))
         placed.evidence = None
         for observer in self._observers:
             observer.placed(placed, evidence.context.view.taken_at_s)
@@ -414,7 +415,7 @@ class Router:
             choice.context,
             ranking,
             choice.found,
-            everyone=self._on_sample(given.sequence),
+            everyone=self._on_sample(given.sequence, self.config.record_everyone),
             decide_us=0.0 if self._cpu_s is None else (self._cpu_s() - began_s) * 1e6,
         )
         lease = self.fleet.reserve(self._reservation(given, choice))
@@ -567,10 +568,10 @@ class Router:
             signature_weight=parts.signature_weight,
         )
 
-    def _on_sample(self, sequence: int) -> bool:
-        """Whether a decision is recorded with every candidate: a hash, so replays agree."""
+    def _on_sample(self, sequence: int, share: float) -> bool:
+        """Whether a decision is among a share of all: a hash, so replays agree."""
         mixed = (sequence * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-        return mixed < self.config.record_everyone * 2.0**64
+        return mixed < share * 2.0**64
 
     def _record_all(self) -> None:
         while self._unrecorded:

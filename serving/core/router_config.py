@@ -42,6 +42,8 @@ class RouterConfig:
         lease_s: life of a reservation without renewal.
         targets: per class.
         limits, fit, links: see their types.
+        record_share: share of decisions that get a decision line, in [0, 1]; a replay of many
+            thousands keeps a sample.
         record_everyone: share of decisions recorded with every candidate, in [0, 1].
         signature_weight: trust in signatures, in [0, 1]; `Router.set_signature_weight`.
         explain_requests: requests whose lines `explain` can still show.
@@ -57,6 +59,7 @@ class RouterConfig:
     limits: Limits = field(default_factory=Limits)
     fit: FitRules = field(default_factory=FitRules)
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    record_share: float = 1.0
     record_everyone: float = 0.01
     signature_weight: float = 1.0
     explain_requests: int = 4096
@@ -70,7 +73,7 @@ class RouterConfig:
         missing = [slo.value for slo in SloClass if slo not in self.targets]
         if missing:
             raise ValueError(f"targets miss classes {missing}")
-        for name in ("record_everyone", "signature_weight"):
+        for name in ("record_share", "record_everyone", "signature_weight"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie in [0, 1]")
         for name in ("explain_requests", "max_unrecorded"):
