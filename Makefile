@@ -12,8 +12,8 @@ VENV ?= .venv
 EXTRAS ?= dev
 JOBS ?= 2
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 comma := ,
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PACKAGES := kernels eldr_jax bucket_planner calibration serving
 export JAX_PLATFORMS ?= cpu
 
