@@ -23,6 +23,7 @@ ROOT = 0
 UNKNOWN = -1
 _EXACT_BELOW = 1024
 _SAMPLED_PASSES = 8
+_CAPACITY_SHARE = 1024
 _LISTED_CHILDREN = 64
 _FEW_CHILDREN = 16
 _STRIDE = 2_654_435_761
@@ -119,7 +120,8 @@ class BlockTree:
         room = self.table.capacity - len(self.table)
         if need > room:
             keep = np.append(ids[:end][~missing[:end]], max(parent, 0))
-            self._evict(need - room, keep)
+            # More than is needed at once: looking for old leaves is what costs.
+            self._evict(max(need - room, self.table.capacity // _CAPACITY_SHARE), keep)
             room = self.table.capacity - len(self.table)
         if adopt and end and room >= 1 + missing[0]:
             parent = self._adopt(parent_hash, tick)
@@ -343,9 +345,10 @@ class BlockTree:
         size = max(_EXACT_BELOW, 8 * need)
         if size >= high or passes >= _SAMPLED_PASSES:
             return np.arange(1, high + 1, dtype=np.int32), True
+        # Distinct: the stride is a prime larger than any capacity.
         spread = (np.arange(self._hand, self._hand + size) * _STRIDE) % high + 1
         self._hand = (self._hand + size) % (1 << 30)
-        return np.unique(spread).astype(np.int32), False
+        return spread, False
 
     def _with_ancestors(self, leaves: np.ndarray, need: int, kept: np.ndarray) -> np.ndarray:
         """Leaves and, with each, the only-child ancestors that are no younger."""

@@ -1,0 +1,1 @@
+"""Benchmarks by suite, run by `calibration.bench_main`; `registry.SUITES` names them."""
