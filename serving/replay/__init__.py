@@ -1,0 +1,1 @@
+"""Deterministic discrete-event replay around the server's own core: traces in, comparisons out."""
