@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -160,7 +159,7 @@ def restore_training_state(directory: str | Path, like: Any) -> tuple[int, Any] 
 
     Args:
       directory: folder of the run's checkpoints.
-      like: tree of arrays with the expected structure, shapes and types.
+      like: tree of arrays, or of their shapes and types, with the expected structure.
 
     Returns:
       Step and tree, or None where nothing was saved.
@@ -169,7 +168,7 @@ def restore_training_state(directory: str | Path, like: Any) -> tuple[int, Any] 
         step = manager.latest_step()
         if step is None:
             return None
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
 
@@ -246,8 +245,3 @@ def _tensors_from_params(config: ModelConfig, params: Params) -> Iterator[tuple[
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def device_params(params: Params) -> Params:
-    """Moves a loaded weight tree to the default device."""
-    return jax.tree.map(jnp.asarray, params)

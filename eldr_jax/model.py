@@ -267,8 +267,8 @@ class MoeTransformer(nnx.Module):
 
 
 def model_of(config: ModelConfig, params: Params) -> MoeTransformer:
-    """Puts a plain weight tree into modules; the inverse of `params_of`."""
-    return MoeTransformer(config, params)
+    """Puts a plain weight tree (NumPy or JAX) into modules; the inverse of `params_of`."""
+    return MoeTransformer(config, jax.tree.map(jnp.asarray, params))
 
 
 def params_of(model: MoeTransformer) -> Params:

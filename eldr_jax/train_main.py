@@ -21,7 +21,7 @@ from eldr_jax.checkpoint import TOKENIZER_FILE, save_model_dir
 from eldr_jax.config import ConfigError, load_model_config
 from eldr_jax.model import Params
 from eldr_jax.training.data import CorpusError, encode_documents, read_training_documents
-from eldr_jax.training.loop import batch_schedule, train
+from eldr_jax.training.loop import batch_schedule, make_step, train
 from eldr_jax.training.recipe import load_recipe
 from eldr_jax.training.tokenizer import train_tokenizer
 
@@ -92,13 +92,15 @@ def run(job: TrainJob, console: rich.console.Console) -> None:
     model_dir = job.run_dir / "model"
 
     def export(step: int, params: Params) -> None:
-        save_model_dir(model_dir, config, params, tokenizer.to_str())
+        save_model_dir(model_dir, config, params, tokenizer.to_str(pretty=True))
 
     with _Progress(console, recipe.num_steps) as progress:
+        schedule = batch_schedule(recipe, documents, encoded)
         train(
             config,
             recipe,
-            batch_schedule(recipe, documents, encoded),
+            schedule,
+            make_step(config, recipe, schedule.domains),
             run_dir=job.run_dir,
             cpu_clock=time.process_time,
             report=progress.report,

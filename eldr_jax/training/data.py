@@ -207,7 +207,12 @@ class PackedStreams:
         """Tokens of each domain's stream."""
         return {domain: len(stream) for domain, stream in self._streams.items()}
 
-    def batch(self, step: int, num_sequences: int) -> np.ndarray:
+    @property
+    def domains(self) -> list[str]:
+        """Names of the domains; a batch speaks of them by their place here."""
+        return list(self._streams)
+
+    def batch(self, step: int, num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
         """The sequences of one step.
 
         Args:
@@ -215,10 +220,13 @@ class PackedStreams:
           num_sequences: B.
 
         Returns:
-          [B, T + 1] int32.
+          Tokens [B, T + 1] int32, and each sequence's domain [B] int32.
         """
-        first = step * num_sequences
-        return np.stack([self._sequence(first + i) for i in range(num_sequences)]).astype(np.int32)
+        slots = range(step * num_sequences, (step + 1) * num_sequences)
+        tokens = np.stack([self._sequence(slot) for slot in slots]).astype(np.int32)
+        places = {domain: place for place, domain in enumerate(self._streams)}
+        domains = [places[self._cycle[slot % len(self._cycle)]] for slot in slots]
+        return tokens, np.array(domains, np.int32)
 
     def _sequence(self, slot: int) -> np.ndarray:
         cycle_number, place = divmod(slot, len(self._cycle))

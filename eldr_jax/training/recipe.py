@@ -35,6 +35,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
       capacity_factor: rows per expert over the even share.
       balance_coefficient: weight of the load-balancing loss.
       z_coefficient: weight of the router z-loss.
+      information_coefficient: weight of the specialisation loss.
+      information_target: nats at which a layer's specialisation loss stops pushing.
+      information_domains: domains whose sequences it counts.
+      domain_decay: of each domain's running expert frequency, per step that has the domain.
       frequency_decay: of the running expert frequency in the balance loss.
       gate_input_decay: of the running mean out of which the gates are centred.
       checkpoint_steps: steps between saved states.
@@ -60,6 +64,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     capacity_factor: float = 1.5
     balance_coefficient: float
     z_coefficient: float
+    information_coefficient: float
+    information_target: float
+    information_domains: tuple[str, ...] = ()
+    domain_decay: float
     frequency_decay: float
     gate_input_decay: float
     checkpoint_steps: int = 200
@@ -103,10 +111,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"final_learning_rate={self.final_learning_rate} must lie in "
                 f"[0, peak_learning_rate={self.peak_learning_rate}]"
             )
-        for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
+        for name in (
+            "weight_decay",
+            "balance_coefficient",
+            "z_coefficient",
+            "information_coefficient",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("beta1", "beta2", "frequency_decay", "gate_input_decay"):
+        for name in ("beta1", "beta2", "frequency_decay", "domain_decay", "gate_input_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         for name in ("peak_learning_rate", "max_grad_norm", "capacity_factor"):

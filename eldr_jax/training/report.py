@@ -151,24 +151,34 @@ def loss_by_domain(texts: Mapping[str, Sequence[RoutedText]]) -> dict[str, dict[
     return table
 
 
-def expert_load(
-    texts: Mapping[str, Sequence[RoutedText]], num_experts: int
-) -> list[dict[str, float]]:
-    """How evenly each layer's experts are used when every domain sends equally many tokens.
+def expert_shares(texts: Mapping[str, Sequence[RoutedText]], num_experts: int) -> np.ndarray:
+    """Share of choices per expert when every domain sends equally many tokens.
 
     Args:
       texts: domain -> texts.
       num_experts: E.
 
     Returns:
-      Per layer {`max_over_mean`, `min_over_mean`, `cv`}.
+      [L, E] float64, rows that sum to one.
     """
     shares = []
     for members in texts.values():
         ids = np.concatenate([text.ids for text in members], axis=1)
         counts = np.stack([np.bincount(row.ravel(), minlength=num_experts) for row in ids])
         shares.append(counts / counts.sum(axis=1, keepdims=True))
-    load = np.mean(shares, axis=0) * num_experts
+    return np.mean(shares, axis=0)
+
+
+def load_table(shares: np.ndarray) -> list[dict[str, float]]:
+    """How even a load is.
+
+    Args:
+      shares: [L, E] from `expert_shares`, or a mean of such.
+
+    Returns:
+      Per layer {`max_over_mean`, `min_over_mean`, `cv`}, cv the coefficient of variation.
+    """
+    load = shares * shares.shape[1]
     return [
         {
             "max_over_mean": float(row.max()),
@@ -176,6 +186,49 @@ def expert_load(
             "cv": float(row.std()),
         }
         for row in load
+    ]
+
+
+def loss_by_position(
+    config: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    *,
+    length: int,
+    bucket: int,
+    max_windows: int,
+) -> list[dict[str, float]]:
+    """Loss against the place in the context, over texts joined to long sequences.
+
+    Args:
+      config: geometry.
+      params: weights.
+      tokenizer: the model's.
+      documents: texts, joined in order.
+      length: tokens of a sequence.
+      bucket: tokens whose losses are averaged; divides `length`.
+      max_windows: sequences read at most.
+
+    Returns:
+      Per bucket {`first_token`, `nats_per_token`}.
+
+    Raises:
+      ValueError: the texts do not fill one sequence.
+    """
+    stream = np.concatenate(encode_documents(tokenizer, documents)).astype(np.int32)
+    num_windows = min(max_windows, (len(stream) - 1) // length)
+    if num_windows < 1:
+        raise ValueError(f"{len(stream)} tokens do not fill a sequence of {length=}")
+    read = _compile_reader(model_of(config, params))
+    starts = range(0, num_windows * length, length)
+    losses = [
+        jax.device_get(read(stream[None, start : start + length + 1])[0])[0] for start in starts
+    ]
+    means = np.mean(losses, axis=0).reshape(-1, bucket).mean(axis=1)
+    return [
+        {"first_token": index * bucket, "nats_per_token": float(mean)}
+        for index, mean in enumerate(means)
     ]
 
 
@@ -297,7 +350,7 @@ def summarise(
         ]
         summary[group] = {
             "loss": loss_by_domain(texts),
-            "load": expert_load(texts, num_experts),
+            "load": load_table(expert_shares(texts, num_experts)),
             "steps": steps[group],
             "reduction": [
                 {name: getattr(item, name) for name in Reduction.__dataclass_fields__}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from eldr_jax.checkpoint import (
     tensor_shapes,
 )
 from eldr_jax.config import ConfigError, ModelConfig
-from eldr_jax.model import init_params, model_of
+from eldr_jax.model import model_of
 
 ARTEFACT = Path(__file__).parents[2] / "configs/artefacts/reference_model"
 CONFIG = ModelConfig(
@@ -40,18 +42,26 @@ CONFIG = ModelConfig(
 )
 
 
-def _bf16_params(config: ModelConfig) -> dict[str, Any]:
+DrawParams = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bf16_params(draw_params: DrawParams) -> DrawParams:
     """Weights that bfloat16 holds exactly, so that a round trip is exact."""
-    params = init_params(config, jax.random.key(1))
-    return jax.tree.map(
-        lambda weight: np.asarray(weight.astype(jnp.bfloat16).astype(jnp.float32)), params
-    )
+
+    def draw(config: ModelConfig) -> dict[str, Any]:
+        return jax.tree.map(
+            lambda weight: weight.astype(ml_dtypes.bfloat16).astype(np.float32),
+            draw_params(config),
+        )
+
+    return draw
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_round_trip_is_exact_and_small(tmp_path: Path, tied: bool) -> None:
+def test_round_trip_is_exact_and_small(tmp_path: Path, bf16_params: DrawParams, tied: bool) -> None:
     config = msgspec.structs.replace(CONFIG, tie_word_embeddings=tied)
-    params = _bf16_params(config)
+    params = bf16_params(config)
     save_model_dir(tmp_path, config, params, '{"tokenizer": 1}')
     loaded_config, loaded = load_model_dir(tmp_path)
     assert loaded_config == config
@@ -65,8 +75,10 @@ def test_round_trip_is_exact_and_small(tmp_path: Path, tied: bool) -> None:
         assert {stored.get_slice(name).get_dtype() for name in stored.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_names_and_orientation_are_the_published_ones(tmp_path: Path) -> None:
-    params = _bf16_params(CONFIG)
+def test_names_and_orientation_are_the_published_ones(
+    tmp_path: Path, bf16_params: DrawParams
+) -> None:
+    params = bf16_params(CONFIG)
     save_model_dir(tmp_path, CONFIG, params)
     stored = load_file(tmp_path / "model.safetensors")
     block = params["layers"][1]
@@ -92,8 +104,8 @@ def test_names_and_orientation_are_the_published_ones(tmp_path: Path) -> None:
     assert stored.keys() == tensor_shapes(CONFIG).keys()
 
 
-def test_shards_with_an_index_load_like_one_file(tmp_path: Path) -> None:
-    params = _bf16_params(CONFIG)
+def test_shards_with_an_index_load_like_one_file(tmp_path: Path, bf16_params: DrawParams) -> None:
+    params = bf16_params(CONFIG)
     save_model_dir(tmp_path, CONFIG, params)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -116,8 +128,8 @@ def test_shards_with_an_index_load_like_one_file(tmp_path: Path) -> None:
         load_model_dir(tmp_path)
 
 
-def test_one_error_lists_everything_that_is_wrong(tmp_path: Path) -> None:
-    save_model_dir(tmp_path, CONFIG, _bf16_params(CONFIG))
+def test_one_error_lists_everything_that_is_wrong(tmp_path: Path, bf16_params: DrawParams) -> None:
+    save_model_dir(tmp_path, CONFIG, bf16_params(CONFIG))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.0.self_attn.q_norm.weight"]
     del tensors["model.layers.1.mlp.experts.1.up_proj.weight"]
@@ -133,10 +145,10 @@ def test_one_error_lists_everything_that_is_wrong(tmp_path: Path) -> None:
     assert "shape of model.norm.weight is [13], must be [12]" in message
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, bf16_params: DrawParams) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         load_model_dir(tmp_path)
-    save_model_dir(tmp_path, CONFIG, _bf16_params(CONFIG))
+    save_model_dir(tmp_path, CONFIG, bf16_params(CONFIG))
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
         load_model_dir(tmp_path)
@@ -176,7 +188,8 @@ def test_committed_model_reads_text_better_than_chance(
     text = "The patient should talk to a doctor about the symptoms and the treatment."
     tokens = jnp.asarray([[config.bos_token_id, *tokenizer.encode(text).ids]])
     model = model_of(config, params)
-    scores = jax.nn.log_softmax(model.logits(model(tokens[:, :-1]).hidden))
+    read = jax.jit(lambda tokens: jax.nn.log_softmax(model.logits(model(tokens).hidden)))
+    scores = read(tokens[:, :-1])
     loss = -float(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean())
     # Chance is ln(8192) = 9.0; unigram frequencies alone give about 7.
     assert loss < 6.0
