@@ -131,6 +131,7 @@ class WorkerCosts:
     Attributes:
         workers: the tuple the rows belong to.
         worker_ids: their ids.
+        row_of: worker id -> row.
         known: bool [W], a `CellCost` exists; the other columns are 0 where not.
         rate_usd_per_s: float64 [W], chips times price per chip-second.
         prefill_chunk_s, prefill_token_s: float64 [W].
@@ -151,6 +152,7 @@ class WorkerCosts:
 
     workers: tuple[WorkerInfo, ...]
     worker_ids: tuple[str, ...]
+    row_of: Mapping[str, int]
     known: np.ndarray
     rate_usd_per_s: np.ndarray
     prefill_chunk_s: np.ndarray
@@ -304,6 +306,7 @@ def _rows(
     return WorkerCosts(
         workers=workers,
         worker_ids=tuple(worker.worker_id for worker in workers),
+        row_of={worker.worker_id: row for row, worker in enumerate(workers)},
         known=known,
         bucket_groups=tuple(
             (np.array(rows, np.int64), _bucket_table(buckets)) for buckets, rows in groups.items()

@@ -74,13 +74,16 @@ class ExpertProfiles:
             return -1
         return int((self.centroids @ vector).argmax())
 
-    def keep(self, signature: Signature | None, *, weight: float = 1.0) -> np.ndarray:
+    def keep(
+        self, signature: Signature | None, *, weight: float = 1.0, cluster: int | None = None
+    ) -> np.ndarray:
         """1 - q per masked (layer, expert).
 
         Args:
             signature: the request's, or None: the mean profile then.
             weight: in [0, 1], how far to trust the signature; with its confidence it mixes q
                 with the mean profile (0 is the mean profile alone).
+            cluster: `nearest` of the signature's vector, where it is known already.
 
         Returns:
             float32 [M] in [MIN_KEEP, 1].
@@ -93,7 +96,8 @@ class ExpertProfiles:
             return np.maximum(np.float32(1.0) - self.mean_profile, np.float32(MIN_KEEP))
         if signature.counts.size != self.size:
             raise ValueError(f"signature has {signature.counts.size} counts, must be {self.size}")
-        cluster = self.nearest(signature.vector)
+        if cluster is None:
+            cluster = self.nearest(signature.vector)
         profile = self.mean_profile if self.profiles is None else self.profiles[cluster]
         keep = signature.counts.reshape(-1).astype(np.float32)
         total = np.float32(signature.num_tokens + self.shrink_tokens)

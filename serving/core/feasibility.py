@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,20 +151,20 @@ class Feasibility:
             told.append(("transfer", self.transfer_ok))
         return tuple(told)
 
-    def why_not(self) -> tuple[str, ...]:
-        """Per row the first rule it breaks, "" when it is feasible."""
+    def why_not(self, rows: Sequence[int]) -> list[str]:
+        """For each of `rows` the first rule it breaks, "" when it is feasible."""
         rules = self.rules()
-        return tuple(
-            "" if fits else next(name for name, holds in rules if not holds[row])
-            for row, fits in enumerate(self.mask.tolist())
-        )
+        return [
+            "" if self.mask[row] else next(name for name, holds in rules if not holds[row])
+            for row in rows
+        ]
 
 
 def hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
-    """Who can take a worker's KV, bool [W].
+    """Who can take KV of a worker like `source`, bool [W].
 
-    It moves only between equal pages and, on TPU, between equal tensor parallelism; a worker
-    keeps its own.
+    It moves only over one connector, between equal pages and, on TPU, between equal tensor
+    parallelism.
     """
     mine = source.capabilities
     pages = costs.page_size_tokens == mine.page_size_tokens
@@ -171,8 +172,7 @@ def hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
     connector = np.array(
         [w.capabilities.kv_connector == mine.kv_connector for w in costs.workers], bool
     )
-    itself = np.array([w == source.worker_id for w in costs.worker_ids], bool)
-    return itself | (pages & parallel & connector)
+    return pages & parallel & connector
 
 
 def feasibility(asked: FitQuestion) -> Feasibility:
@@ -229,7 +229,7 @@ def raise_infeasible(found: Feasibility, cell: TableCell) -> None:
             f"needs {int(found.kv_blocks[alive].min())} KV blocks, no worker has more than "
             f"{int(costs.num_kv_blocks[alive].max())}",
         )
-    reasons = [why for why, live in zip(found.why_not(), alive.tolist(), strict=True) if live]
+    reasons = found.why_not(alive.nonzero()[0].tolist())
     detail = ", ".join(f"{reasons.count(why)} {why}" for why in sorted(set(reasons)))
     raise Rejected(RejectReason.NO_CAPACITY, f"{len(reasons)} live {where}: {detail}")
 

@@ -84,8 +84,16 @@ class Prices(Protocol):
         ...
 
 
-def price(context: PlacementContext, options: ScoreOptions = PLAIN) -> Prices:
+def price(
+    context: PlacementContext, options: ScoreOptions = PLAIN, rows: np.ndarray | None = None
+) -> Prices:
     """Prices the workers of a context for its phase.
+
+    Args:
+        context: the choice.
+        options: what joins J in the score.
+        rows: int64 [R], decode in a large cell: only these rows' survival vectors are read;
+            the prices of the others mean nothing. None reads all.
 
     Raises:
         ValueError: the context has no coefficients (`costs` is None).
@@ -94,7 +102,7 @@ def price(context: PlacementContext, options: ScoreOptions = PLAIN) -> Prices:
         raise ValueError("costs=None: the objective needs the workers' coefficients")
     if context.phase is Phase.PREFILL:
         return PrefillPrices(context, context.costs)
-    return DecodePrices(context, context.costs, options)
+    return DecodePrices(context, context.costs, options, rows)
 
 
 class PrefillPrices:
@@ -162,7 +170,11 @@ class DecodePrices:
     """
 
     def __init__(
-        self, context: PlacementContext, costs: WorkerCosts, options: ScoreOptions
+        self,
+        context: PlacementContext,
+        costs: WorkerCosts,
+        options: ScoreOptions,
+        rows: np.ndarray | None,
     ) -> None:
         self._context = context
         self._rate = costs.rate_usd_per_s
@@ -170,7 +182,7 @@ class DecodePrices:
         self._price = context.target.lambda_usd_per_s
         self._saved_s: np.ndarray | None = None
         self._tail: tuple[np.ndarray, np.ndarray] | None = None
-        self._step_times(context, costs, options.region_prior)
+        self._step_times(context, costs, options.region_prior, rows)
         self._added_s = self.step_with_s - self.step_s
         self._other_tokens, self._other_usd = _others(context)
         # J = (rate L + sum_j lambda_j min) (t1 - t0) + lambda (L t1 + transfer)
@@ -232,7 +244,13 @@ class DecodePrices:
             ),
         )
 
-    def _step_times(self, context: PlacementContext, costs: WorkerCosts, prior: bool) -> None:
+    def _step_times(
+        self,
+        context: PlacementContext,
+        costs: WorkerCosts,
+        prior: bool,
+        rows: np.ndarray | None,
+    ) -> None:
         """t(S) and t(S + r) per worker.
 
         Expected distinct experts: modelled requests by their survival product, the others by
@@ -251,12 +269,14 @@ class DecodePrices:
             scale = experts.layer_scale
             if np.count_nonzero(others):
                 scale = scale * costs.miss ** np.maximum(others, 0.0)
-            left = experts.survival_sum - experts.survival @ keep
+            left = experts.survival_sum - _dot(experts.survival, keep, rows)
             self._experts = experts.total_experts - scale * experts.survival_sum
             new_experts = scale * left
             if prior and experts.survival_prior is not None:
                 # Experts r adds beside the region's pseudo-members, less those it adds alone.
-                prior_experts = experts.survival_prior_sum - experts.survival_prior @ keep
+                prior_experts = experts.survival_prior_sum - _dot(
+                    experts.survival_prior, keep, rows
+                )
                 prior_experts -= left
                 prior_experts *= scale
         self._new_experts = new_experts
@@ -279,6 +299,15 @@ class DecodePrices:
             prior_experts *= expert_s
             prior_experts *= view.speed_factor
             self._saved_s = prior_experts
+
+
+def _dot(matrix: np.ndarray, vector: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    """Product of `matrix` and `vector`, float32 [W]; with `rows` only those, 0 elsewhere."""
+    if rows is None:
+        return matrix @ vector
+    products = np.zeros(len(matrix), np.float32)
+    products[rows] = matrix.take(rows, axis=0) @ vector
+    return products
 
 
 def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:

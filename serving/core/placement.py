@@ -57,6 +57,7 @@ class PlacementContext:
         costs: coefficients and limits per row, or None in a test that prices nothing.
         experts: decode profiles, or None without an expert model.
         keep: float32 [M], 1 - q of the request per masked (layer, expert), or None.
+        cluster: the calibration cluster nearest to the signature, -1 without either.
     """
 
     request: Request
@@ -73,6 +74,7 @@ class PlacementContext:
     costs: WorkerCosts | None = None
     experts: ExpertProfiles | None = None
     keep: np.ndarray | None = None
+    cluster: int = -1
 
     def worker_ids(self) -> tuple[str, ...]:
         """Ids of the view's rows (the same tuple object while the fleet does not change)."""
@@ -167,8 +169,8 @@ class Ranking:
         unit: unit of `score` ("usd", "requests", "cosine_distance", "draw" ...).
         fallback: why a simpler rule decided ("" when the policy itself did).
         terms: the objective behind the score when the policy priced the workers, else None.
-        term_rows: int64 [R], the view's rows that the terms' rows are (a policy may price a
-            sample); None when they are the view's own.
+        term_rows: int64 [R], rows the terms hold for (a policy may price a sample); None when
+            they hold for all.
         excluded: reason -> bool [W], feasible rows the policy set aside (their score is
             +inf): not sampled, breaks the class's targets ...
     """

@@ -162,9 +162,9 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
     rows = priced.tolist()
     if evidence.everyone:
         rows += sorted(set(range(len(workers))) - set(rows))
-    why_not = _why_not(evidence)
     candidates = tuple(
-        _candidate(evidence, row, why_not[row], matrix, place.get(row)) for row in rows
+        _candidate(evidence, row, why_not, matrix, place.get(row))
+        for row, why_not in zip(rows, _why_not(evidence, rows), strict=True)
     )
     delta = delta_usd = 0.0
     runner_up = ""
@@ -195,8 +195,9 @@ def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, d
     ranking, context = evidence.ranking, evidence.context
     rows = priced.tolist()
     if ranking.terms is not None:
-        of = range(len(context.view.workers)) if ranking.term_rows is None else ranking.term_rows
-        return ranking.terms.matrix(), {int(row): place for place, row in enumerate(of)}
+        if ranking.term_rows is not None:
+            rows = np.intersect1d(priced, ranking.term_rows).tolist()
+        return ranking.terms.matrix(), {row: row for row in rows}
     if context.costs is None:
         return None, {}
     rows = [row for row in rows if context.costs.known[row]]
@@ -209,13 +210,13 @@ def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, d
     return objective.price(few).matrix(), {row: place for place, row in enumerate(rows)}
 
 
-def _why_not(evidence: Evidence) -> list[str]:
+def _why_not(evidence: Evidence, rows: list[int]) -> list[str]:
     """Per row the rule it broke, or why the policy set it aside; "" for a candidate."""
-    told = list(evidence.found.why_not())
-    for name, out in evidence.ranking.excluded:
-        for row in out.nonzero()[0].tolist():
-            told[row] = told[row] or name
-    return told
+    excluded = evidence.ranking.excluded
+    return [
+        broken or next((name for name, out in excluded if out[row]), "")
+        for row, broken in zip(rows, evidence.found.why_not(rows), strict=True)
+    ]
 
 
 def _candidate(

@@ -30,7 +30,7 @@ from serving.core.router_config import RouterConfig
 from serving.core.routing_table import TableCell
 from serving.core.signature import Signature
 from serving.core.transfer import TransferTimes
-from serving.core.worker import FleetView, Phase, WorkerInfo
+from serving.core.worker import Capabilities, FleetView, Phase, WorkerInfo
 
 NO_HASHES = np.empty(0, np.uint64)
 
@@ -104,7 +104,7 @@ class StageChooser:
         self._transfer = TransferTimes(config.links)
         self._hashers: dict[int, BlockHasher] = {}
         self._takers_of: WorkerCosts | None = None
-        self._takers: dict[str, np.ndarray] = {}
+        self._takers: dict[Capabilities, np.ndarray] = {}
         self._rows: dict[Phase, tuple[WorkerCosts, dict[TableCell, CellRows]]] = {}
 
     def choose(
@@ -138,6 +138,7 @@ class StageChooser:
         if not found.mask.any():
             raise_infeasible(found, given.cell)
         hashes, cached = self._cached(given, found, costs, learned.prefix_index)
+        keep, cluster = self._keep(given, learned)
         context = PlacementContext(
             request=request,
             phase=phase,
@@ -153,7 +154,8 @@ class StageChooser:
             domain=request.product,
             costs=costs,
             experts=learned.experts,
-            keep=self._keep(given, learned),
+            keep=keep,
+            cluster=cluster,
         )
         ranking = policy.rank(context, rng)
         return StageChoice(context=context, ranking=ranking, found=found, block_hashes=hashes)
@@ -172,14 +174,19 @@ class StageChooser:
         return costs, rows
 
     def _hand_over(self, given: StageInput, costs: WorkerCosts) -> np.ndarray:
-        """Who can take the source's KV; worked out once per source and fleet."""
+        """Who can take the source's KV; worked out once per kind of source and fleet."""
         source = given.source
         assert source is not None
         if self._takers_of is not costs:
             self._takers_of, self._takers = costs, {}
-        takers = self._takers.get(source.worker_id)
+        takers = self._takers.get(source.capabilities)
         if takers is None:
-            takers = self._takers[source.worker_id] = hand_over_ok(source, costs)
+            takers = self._takers[source.capabilities] = hand_over_ok(source, costs)
+        row = costs.row_of.get(source.worker_id, -1)
+        if row >= 0 and not takers[row]:
+            # A worker keeps its own KV whatever its pages.
+            takers = takers.copy()
+            takers[row] = True
         return takers
 
     def _transfer_s(self, given: StageInput, view: FleetView) -> np.ndarray:
@@ -213,11 +220,14 @@ class StageChooser:
         cached *= costs.block_size_tokens == block
         return hashes, cached
 
-    def _keep(self, given: StageInput, learned: Learned) -> np.ndarray | None:
+    def _keep(self, given: StageInput, learned: Learned) -> tuple[np.ndarray | None, int]:
+        """1 - q of the request, and its calibration cluster."""
         experts = learned.experts
         if given.phase is not Phase.DECODE or experts is None or given.view.experts is None:
-            return None
+            return None, -1
         signature = given.signature
-        if signature is not None and experts.signature_version not in ("", signature.version):
-            signature = None
-        return experts.keep(signature, weight=learned.signature_weight)
+        if signature is None or experts.signature_version not in ("", signature.version):
+            return experts.keep(None), -1
+        cluster = experts.nearest(signature.vector)
+        keep = experts.keep(signature, weight=learned.signature_weight, cluster=cluster)
+        return keep, cluster

@@ -127,9 +127,8 @@ class Fleet:
     def view(self, phase: Phase, now_s: float) -> FleetView:
         """Frozen snapshot of the workers that serve `phase` (a few array copies)."""
         index = self.registry.phase_index(phase)
-        slots = index.slots
-        sums = self.ledger.sums.take(slots, axis=1)
-        reported = self.registry.reported.take(slots, axis=1)
+        sums = index.columns(self.ledger.sums)
+        reported = index.columns(self.registry.reported)
         age_s = now_s - reported[FleetRegistry.REPORTED_AT]
         inflight = sums[Ledger.INFLIGHT] + reported[FleetRegistry.OTHERS]
         kv_free = reported[FleetRegistry.KV_TOTAL] - sums[Ledger.KV_BLOCKS]

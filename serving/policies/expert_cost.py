@@ -59,18 +59,17 @@ class ExpertCost:
     def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
         """See `serving.core.placement.Policy`."""
         rows = self._sample(context, rng)
-        if rows is None:
-            return self._price(context, rng)
-        return _spread(self._price(context.take(rows), rng), context, rows)
-
-    def _price(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
-        prices = objective.price(context, self.options.score)
-        excluded: list[tuple[str, np.ndarray]] = []
-        allowed = context.feasible
+        prices = objective.price(context, self.options.score, rows)
+        allowed, excluded = context.feasible, []
+        if rows is not None:
+            sampled = np.zeros(len(allowed), bool)
+            sampled[rows] = True
+            excluded.append(("not_sampled", allowed & ~sampled))
+            allowed = sampled
         if self.options.max_spread and context.phase is Phase.DECODE:
             num = context.view.num_inflight
-            crowded = num > 1.25 * num[allowed].mean() + 2.0
-            excluded.append(("max_spread", crowded & allowed))
+            crowded = allowed & (num > 1.25 * num[allowed].mean() + 2.0)
+            excluded.append(("max_spread", crowded))
             allowed = allowed & ~crowded
         breaks = allowed & prices.breaks_target()
         num_breaking = np.count_nonzero(breaks)
@@ -81,7 +80,7 @@ class ExpertCost:
             excluded.append(("breaks_target", breaks))
             allowed = allowed & ~breaks
         score = prices.score_usd
-        return rank_by(
+        ranking = rank_by(
             np.where(allowed, score, np.inf) if excluded else score,
             context,
             rng,
@@ -90,17 +89,18 @@ class ExpertCost:
             terms=prices,
             excluded=tuple(excluded),
         )
+        return ranking if rows is None else dataclasses.replace(ranking, term_rows=rows)
 
     def _sample(self, context: PlacementContext, rng: np.random.Generator) -> np.ndarray | None:
         """Rows to price, int64 [R] ascending; None prices all."""
         options = self.options
-        rows = context.feasible.nonzero()[0]
-        num = len(rows)
+        num = np.count_nonzero(context.feasible)
         if num == 0:
             raise no_feasible(context)
+        if num <= options.sample_above and not (options.sample_small and num >= 4):
+            return None
+        rows = context.feasible.nonzero()[0]
         if num <= options.sample_above:
-            if not options.sample_small or num < 4:
-                return None
             return np.sort(rng.permutation(rows)[: (num + 1) // 2])
         load = _load(context)[rows]
         light = rows[np.argpartition(load, options.num_light)[: options.num_light]]
@@ -108,7 +108,10 @@ class ExpertCost:
         if near is None:
             # Nothing to be near to: the least loaded and as many at random.
             near = rng.choice(rows, options.num_near, replace=False)
-        return np.union1d(light, near)
+        sampled = np.zeros(len(context.feasible), bool)
+        sampled[light] = True
+        sampled[near] = True
+        return sampled.nonzero()[0]
 
 
 class _RegionOrder:
@@ -123,15 +126,12 @@ class _RegionOrder:
 
     def first(self, context: PlacementContext, num: int) -> np.ndarray | None:
         """The `num` feasible rows nearest to the request; None without regions or clusters."""
-        regions, experts, signature = context.regions, context.experts, context.signature
-        if context.phase is not Phase.DECODE:
-            return None
-        if regions is None or experts is None or experts.centroids is None or signature is None:
+        regions, experts, cluster = context.regions, context.experts, context.cluster
+        if regions is None or experts is None or experts.centroids is None or cluster < 0:
             return None
         workers = context.view.workers
         if self._of is None or self._of[0] is not regions or self._of[1] is not workers:
             self._of, self._orders = (regions, workers), {}
-        cluster = experts.nearest(signature.vector)
         order = self._orders.get(cluster)
         if order is None:
             cosine = regions.similarity(experts.centroids[cluster], context.worker_ids())
@@ -146,27 +146,3 @@ def _load(context: PlacementContext) -> np.ndarray:
         own = context.request.num_prompt_tokens - context.cached_tokens
         return (view.queued_prefill_tokens + own) * view.speed_factor
     return view.num_inflight * view.speed_factor
-
-
-def _spread(few: Ranking, context: PlacementContext, rows: np.ndarray) -> Ranking:
-    """A sample's ranking over the whole view again."""
-    num = len(context.feasible)
-
-    def wide(values: np.ndarray, fill: float) -> np.ndarray:
-        full = np.full(num, fill, values.dtype)
-        full[rows] = values
-        return full
-
-    unsampled = context.feasible.copy()
-    unsampled[rows] = False
-    return dataclasses.replace(
-        few,
-        chosen=int(rows[few.chosen]),
-        runner_up=int(rows[few.runner_up]) if few.runner_up >= 0 else -1,
-        score=wide(few.score, np.inf),
-        term_rows=rows,
-        excluded=(
-            *((name, wide(out, False)) for name, out in few.excluded),
-            ("not_sampled", unsampled),
-        ),
-    )

@@ -7,6 +7,7 @@ from serving.core.decision import DecisionRecord, TermKind, decode_line, encode_
 from serving.core.recording import NUM_BEST
 from serving.core.router_config import RouterConfig
 from serving.core.worker import Phase
+from serving.policies.registry import make_policy
 from tests.serving import decision_parts as parts
 
 
@@ -136,6 +137,22 @@ def test_uncalibrated_fleets_are_recorded_without_prices():
     stage = decision(rig, Phase.DECODE).stage
     assert {c.worker_id for c in stage.candidates} == {"d0", "d1"}
     assert np.isfinite([c.total_usd for c in stage.candidates]).all()
+
+
+def test_a_sampled_cell_prices_the_sampled_only():
+    policy = make_policy("expert_cost", sample_above=8, num_near=3, num_light=3)
+    rig = parts.Rig(
+        num_decode=14, decode_policy=policy, config=RouterConfig(record_everyone=1.0)
+    )
+    busy(rig)
+    rig.serve(parts.request(), end=False)
+    stage = decision(rig, Phase.DECODE).stage
+    assert len(stage.candidates) == 14
+    assert stage.num_feasible == 14
+    for candidate in stage.candidates:
+        sampled = candidate.why_not != "not_sampled"
+        assert bool(candidate.terms) == sampled == (candidate.score is not None)
+    assert 3 <= sum(bool(c.terms) for c in stage.candidates) <= 6
 
 
 def parts_report(num_running=0, speed=None):

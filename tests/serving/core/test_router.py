@@ -133,6 +133,30 @@ def test_an_aggregated_worker_counts_a_request_once():
     assert rig.reserved() == 0.0
 
 
+def test_kv_moves_to_equal_pages_only_and_stays_where_it_is_anyway():
+    rig = parts.Rig(num_decode=1)
+    pages = parts.capabilities(page_size_tokens=64)
+    rig.fleet.add(parts.worker("both", Role.BOTH, capabilities=pages), rig.clock.now_s)
+    asked = parts.request()
+    for source, wanted in (("p0", "d0"), ("both", "both")):
+        placed = decode(rig, dataclasses.replace(asked, request_id=source), prefill_worker_id=source)
+        assert placed.worker.worker_id == wanted
+    assert decode(rig, parts.request("r3"), prefill_worker_id="left already").worker is not None
+
+
+def test_the_hand_over_takes_time_over_the_link_it_has():
+    rig = parts.Rig(num_decode=0, decode="expert_cost")
+    rig.fleet.add(parts.worker("p9", Role.PREFILL, host="h1"), rig.clock.now_s)
+    for name, host in (("near", "h1"), ("far", "h2")):
+        rig.fleet.add(parts.worker(name, host=host), rig.clock.now_s)
+    placed = decode(rig, parts.request(), prefill_worker_id="p9")
+    assert placed.worker.worker_id == "near"
+    line = rig.router.explain("r")[0]
+    seconds = {c.worker_id: c.terms[0].seconds for c in line.stage.candidates}
+    # 100 tokens of 1e4 bytes: the network's 12.5 GB/s or the machine's 20 GB/s, and 0.5 ms.
+    assert seconds == pytest.approx({"near": 5e-4 + 5e-5, "far": 5e-4 + 8e-5})
+
+
 def test_rejections():
     rig = parts.Rig(num_prefill=0)
     with pytest.raises(Rejected) as caught:

@@ -76,6 +76,7 @@ def random_context(seed, num=None, phase=Phase.DECODE):
         regions=parts.regions(ids, seed=seed),
         domain=str(draw.choice(["law", "code"])),
         experts=parts.profiles(),
+        cluster=int(draw.integers(3)),
         keep=parts.profiles().keep(parts.signature(seed=seed)) if decodes else None,
         transfer_s=draw.random(num) / 100 if decodes else np.zeros(num),
     )

@@ -245,13 +245,12 @@ def large(num=300, **changes):
         centroids=centroids,
         profiles=np.full((2, parts.SIZE), 0.25, np.float32),
     )
-    vector = np.zeros(parts.SIZE, np.float32)
-    vector[0] = 1.0
     return parts.context(
-        busy_view(num_inflight),
-        signature=parts.signature(vector=vector),
+        busy_view(num_inflight, experts=parts.expert_rows(num)),
+        keep=draw.random(parts.SIZE).astype(np.float32),
         regions=bind(rows, ids),
         experts=experts,
+        cluster=0,
         **changes,
     )
 
@@ -272,7 +271,7 @@ def test_a_large_cell_is_sampled_by_region_and_load():
     full = make_policy("expert_cost", sample_above=1000).rank(asked, rng())
     np.testing.assert_allclose(answer.score[priced], full.score[priced])
     matrix = answer.terms.matrix()
-    np.testing.assert_allclose(matrix.score_usd(), answer.score[priced])
+    np.testing.assert_allclose(matrix.score_usd()[priced], answer.score[priced])
 
 
 def test_a_sample_never_holds_an_infeasible_worker():
