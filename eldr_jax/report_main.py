@@ -6,7 +6,6 @@ Writes `report.json`; the model card is rendered from it (`--card`).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,38 +13,17 @@ from typing import Any
 
 import numpy as np
 import rich.console
-from absl import app, flags
+from absl import flags
 from tokenizers import Tokenizer
 
 from eldr_jax.checkpoint import TOKENIZER_FILE, CheckpointError, load_model_dir
+from eldr_jax.command_line import run_binary
 from eldr_jax.config import ConfigError
 from eldr_jax.training.card import render_card
 from eldr_jax.training.data import CorpusError, Document, read_corpus
+from eldr_jax.training.reading import RoutedText, loss_by_position, read_texts
 from eldr_jax.training.recipe import load_recipe
-from eldr_jax.training.report import (
-    RoutedText,
-    expert_shares,
-    load_table,
-    loss_by_position,
-    read_texts,
-    summarise,
-)
-
-_MODEL = flags.DEFINE_string("model", "configs/artefacts/reference_model", "model folder")
-_CORPORA = flags.DEFINE_string("corpora", None, "folder of the corpora (JSON lines)")
-_OUT = flags.DEFINE_string("out", "out/report", "folder for report.json")
-_CARD = flags.DEFINE_string("card", "", "where to write the model card; empty writes none")
-_RUN_DIR = flags.DEFINE_string(
-    "run_dir", "out/train", "folder of the training run, whose log the card quotes"
-)
-_RECIPE = flags.DEFINE_string(
-    "recipe", "configs/artefacts/reference_model/recipe.yaml", "settings of that run"
-)
-_MAX_TEXTS = flags.DEFINE_integer(
-    "max_texts", 60, "texts per domain at most, the first by id", lower_bound=16
-)
-_NUM_DRAWS = flags.DEFINE_integer("num_draws", 720, "batches of each kind and size", lower_bound=10)
-_SEED = flags.DEFINE_integer("seed", 0, "of the draws")
+from eldr_jax.training.report import expert_shares, load_table, summarise
 
 # Group -> corpus of its texts, decode steps of a batch. The steps are what the group's short
 # texts allow: a problem of MGSM is some 60 tokens.
@@ -56,10 +34,29 @@ _GROUPS = {
 }
 _MAX_TOKENS = 256
 _BATCHES = (8, 16)
+# A batch is of different texts, so a domain needs as many as the largest batch has places.
+_MIN_TEXTS = max(_BATCHES)
 # Pages in file order: one language after the other, so a sequence is nearly always one language.
 _LONG_CORPUS = "language_debian_handbook.jsonl"
 _LONG_TOKENS = 1024
 _LONG_BUCKET = 128
+
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string("model", "configs/artefacts/reference_model", "Model folder.")
+    flags.DEFINE_string("corpora", None, "Folder of the corpora (JSON lines).", required=True)
+    flags.DEFINE_string("out", "out/report", "Folder for report.json.")
+    flags.DEFINE_string("card", None, "Where to write the model card; without it none is written.")
+    flags.DEFINE_string("run_dir", "out/train", "Folder of the run whose log the card quotes.")
+    flags.DEFINE_string(
+        "recipe", "configs/artefacts/reference_model/recipe.yaml", "Settings of that run."
+    )
+    flags.DEFINE_integer(
+        "max_texts", 60, "Texts per domain at most, the first by id.", lower_bound=_MIN_TEXTS
+    )
+    flags.DEFINE_integer("num_draws", 720, "Batches of each kind and size.", lower_bound=10)
+    flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,7 @@ def held_out_texts(
       min_tokens: shorter texts are left out.
 
     Returns:
-      Domain -> texts; domains with fewer than 16 such texts are left out.
+      Domain -> texts; domains with fewer such texts than the largest batch are left out.
     """
     by_domain: dict[str, list[Document]] = {}
     for document in sorted(documents, key=lambda d: (d.domain, d.id)):
@@ -109,7 +106,7 @@ def held_out_texts(
             members = by_domain.setdefault(document.domain, [])
             if len(members) < max_texts and len(tokenizer.encode(document.text).ids) >= min_tokens:
                 members.append(document)
-    return {domain: members for domain, members in by_domain.items() if len(members) >= 16}
+    return {domain: members for domain, members in by_domain.items() if len(members) >= _MIN_TEXTS}
 
 
 def run(job: ReportJob, console: rich.console.Console) -> dict[str, Any]:
@@ -194,32 +191,28 @@ def run(job: ReportJob, console: rich.console.Console) -> dict[str, Any]:
     return summary
 
 
-def main(argv: list[str]) -> int:
+def main() -> None:
     """Flags to job to `run`."""
-    if len(argv) > 1:
-        print(f"unexpected arguments: {' '.join(argv[1:])}", file=sys.stderr)
-        return 2
-    if not _CORPORA.value:
-        print("--corpora must name the folder of the corpora", file=sys.stderr)
-        return 2
+    values = flags.FLAGS
     job = ReportJob(
-        model=Path(_MODEL.value),
-        corpora=Path(_CORPORA.value),
-        out=Path(_OUT.value),
-        card=Path(_CARD.value) if _CARD.value else None,
-        run_dir=Path(_RUN_DIR.value),
-        recipe=Path(_RECIPE.value),
-        max_texts=_MAX_TEXTS.value,
-        num_draws=_NUM_DRAWS.value,
-        seed=_SEED.value,
+        model=Path(values.model),
+        corpora=Path(values.corpora),
+        out=Path(values.out),
+        card=Path(values.card) if values.card else None,
+        run_dir=Path(values.run_dir),
+        recipe=Path(values.recipe),
+        max_texts=values.max_texts,
+        num_draws=values.num_draws,
+        seed=values.seed,
     )
-    try:
-        run(job, rich.console.Console())
-    except (CheckpointError, ConfigError, CorpusError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    run(job, rich.console.Console())
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (CheckpointError, ConfigError, CorpusError))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli()

@@ -6,7 +6,7 @@ would do at a step depends on the recipe and the step alone, so the weights come
 
 from __future__ import annotations
 
-import sys
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,30 +14,32 @@ from typing import Any
 
 import rich.console
 import rich.progress
-from absl import app, flags, logging
+from absl import flags
 from tokenizers import Tokenizer
 
 from eldr_jax.checkpoint import TOKENIZER_FILE, save_model_dir
+from eldr_jax.command_line import run_binary
 from eldr_jax.config import ConfigError, load_model_config
 from eldr_jax.model import Params
 from eldr_jax.training.data import CorpusError, encode_documents, read_training_documents
 from eldr_jax.training.loop import batch_schedule, make_step, train
 from eldr_jax.training.recipe import load_recipe
-from eldr_jax.training.tokenizer import train_tokenizer
+from eldr_jax.training.tokenizer import tokenizer_config, train_tokenizer
 
-_RECIPE = flags.DEFINE_string(
-    "recipe", "configs/artefacts/reference_model/recipe.yaml", "training settings (YAML)"
-)
-_CORPORA = flags.DEFINE_string("corpora", None, "folder of the corpora (JSON lines)")
-_RUN_DIR = flags.DEFINE_string(
-    "run_dir", "out/train", "folder of the run: saved states, log.jsonl, and the model folder"
-)
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer", "", "tokenizer.json to use; empty trains one on the training texts"
-)
-_STOP_AFTER = flags.DEFINE_integer(
-    "stop_after", 0, "save and stop after this step; 0 runs to the recipe's end", lower_bound=0
-)
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string(
+        "recipe", "configs/artefacts/reference_model/recipe.yaml", "Training settings (YAML)."
+    )
+    flags.DEFINE_string("corpora", None, "Folder of the corpora (JSON lines).", required=True)
+    flags.DEFINE_string(
+        "run_dir", "out/train", "Folder of the run: saved states, log.jsonl and the model folder."
+    )
+    flags.DEFINE_string(
+        "tokenizer", None, "tokenizer.json to use; without it one is fitted to the training texts."
+    )
+    flags.DEFINE_integer("stop_after", None, "Save and stop after this step.", lower_bound=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,8 @@ def run(job: TrainJob, console: rich.console.Console) -> None:
 
     def export(step: int, params: Params) -> None:
         save_model_dir(model_dir, config, params, tokenizer.to_str(pretty=True))
+        settings = json.dumps(tokenizer_config(config.max_position_embeddings), indent=2)
+        (model_dir / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
 
     with _Progress(console, recipe.num_steps) as progress:
         schedule = batch_schedule(recipe, documents, encoded)
@@ -144,30 +148,24 @@ class _Progress:
             self._console.print(f"step {record['step']}  {text}", highlight=False, soft_wrap=True)
 
 
-def main(argv: list[str]) -> int:
+def main() -> None:
     """Flags to job to `run`."""
-    # The checkpoint library reports every step of its own start at INFO.
-    logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        print(f"unexpected arguments: {' '.join(argv[1:])}", file=sys.stderr)
-        return 2
-    if not _CORPORA.value:
-        print("--corpora must name the folder of the corpora", file=sys.stderr)
-        return 2
+    values = flags.FLAGS
     job = TrainJob(
-        recipe=Path(_RECIPE.value),
-        corpora=Path(_CORPORA.value),
-        run_dir=Path(_RUN_DIR.value),
-        tokenizer=Path(_TOKENIZER.value) if _TOKENIZER.value else None,
-        stop_after=_STOP_AFTER.value or None,
+        recipe=Path(values.recipe),
+        corpora=Path(values.corpora),
+        run_dir=Path(values.run_dir),
+        tokenizer=Path(values.tokenizer) if values.tokenizer else None,
+        stop_after=values.stop_after,
     )
-    try:
-        run(job, rich.console.Console())
-    except (ConfigError, CorpusError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    run(job, rich.console.Console())
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ConfigError, CorpusError))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,17 +58,33 @@ def render_card(
     return "\n".join(sections)
 
 
+def _fill(paragraph: str, item: bool = False) -> str:
+    """Breaks a paragraph, or an item of a list, into lines of at most 100 characters."""
+    return textwrap.fill(
+        " ".join(paragraph.split()),
+        100,
+        initial_indent="- " if item else "",
+        subsequent_indent="  " if item else "",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
 def _head(config: ModelConfig) -> str:
+    intro = _fill(
+        f"""The model that the embedded workers serve. It is small enough for a laptop CPU and real
+        enough that its experts specialise: {config.num_params / 1e6:.1f} million weights,
+        {config.num_layers} layers, all MoE, {config.num_experts} experts of width
+        {config.moe_intermediate_size}, {config.num_experts_per_tok} per token; width
+        {config.hidden_size}, {config.num_heads} query and {config.num_kv_heads} key/value heads of
+        {config.head_dim}, tied embeddings, vocabulary {config.vocab_size} (byte-level BPE trained
+        on the same texts). The format is that of `Qwen3MoeForCausalLM`, weights in bfloat16. It
+        writes text that looks like its domain; it answers no questions, and no claim about quality
+        is made beyond the figures below."""
+    )
     return f"""# eldr-ref: a small Mixture-of-Experts language model
 
-The model that the embedded workers serve. It is small enough for a laptop CPU and real enough that
-its experts specialise: {config.num_params / 1e6:.1f} million weights, {config.num_layers} layers,
-all MoE, {config.num_experts} experts of width {config.moe_intermediate_size},
-{config.num_experts_per_tok} per token; width {config.hidden_size}, {config.num_heads} query and
-{config.num_kv_heads} key/value heads of {config.head_dim}, tied embeddings, vocabulary
-{config.vocab_size} (byte-level BPE trained on the same texts). The format is that of
-`Qwen3MoeForCausalLM`, weights in bfloat16. It writes text that looks like its domain; it answers
-no questions, and no claim about quality is made beyond the figures below.
+{intro}
 
 This page is written by `python -m eldr_jax.report_main --card=...`: no figure is typed by hand.
 """
@@ -80,6 +97,32 @@ def _training(recipe: Recipe, summary: Mapping[str, Any], log: Sequence[Mapping[
         for row in summary["groups"]["task"]["reduction"]
     )
     step_tokens = recipe.batch_sequences * recipe.sequence_tokens
+    run = _fill(
+        f"""{last["step"]} steps of {step_tokens} tokens
+        ({last["step"] * step_tokens / 1e6:.1f} million), **{last["cpu_s"] / 60:.1f} CPU minutes**
+        (user and system time of the process, on 2 cores, compilation included). Sequences of
+        {recipe.sequence_tokens} tokens, in the last {recipe.long_steps} steps of
+        {recipe.long_sequence_tokens}; longer contexts were never trained. AdamW, peak learning
+        rate {recipe.peak_learning_rate}, cosine. Everything else is in `recipe.yaml`."""
+    )
+    balance = _fill(
+        f"""Load balance over the whole mixture (coefficient {recipe.balance_coefficient}), so that
+        a domain may keep to its experts.""",
+        item=True,
+    )
+    z_loss = _fill(f"z-loss ({recipe.z_coefficient}).", item=True)
+    specialisation = _fill(
+        f"""**Specialisation** ({recipe.information_coefficient}, up to
+        {recipe.information_target} nats of information between domain and expert in a layer, for
+        {", ".join(recipe.information_domains)} only). It is there because a model this small, on
+        this little text, parts languages by itself but hardly the subjects of English prose,
+        whereas large models do: published measurements give 17-21% fewer distinct experts for
+        batches of one task and 3-10% for batches of one language. Domain labels are used in
+        training only. **What this model has, {measured} sequences for tasks, is made, not found,
+        and is not the published size**: a gain measured with it says what a router gains from that
+        much specialisation, not how much a large model has. `information_target` sets it.""",
+        item=True,
+    )
     shown = [*log[:: max(1, len(log) // 8)], last]
     rows = "\n".join(
         f"| {r['step']} | {r['cross_entropy']:.3f} | {r['balance_loss']:.3f} | "
@@ -89,26 +132,12 @@ def _training(recipe: Recipe, summary: Mapping[str, Any], log: Sequence[Mapping[
     )
     return f"""## Training
 
-{last["step"]} steps of {step_tokens} tokens
-({last["step"] * step_tokens / 1e6:.1f} million), **{last["cpu_s"] / 60:.1f} CPU minutes** (user
-and system time of the process, on 2 cores, compilation included). Sequences of
-{recipe.sequence_tokens} tokens, the last {recipe.long_steps} steps {recipe.long_sequence_tokens};
-longer contexts were never trained. AdamW, peak learning rate {recipe.peak_learning_rate}, cosine.
-Everything else is in `recipe.yaml`.
+{run}
 
 Three losses shape the router (`eldr_jax/training/objective.py` cites the sources):
-- Load balance over the whole mixture (coefficient {recipe.balance_coefficient}), so that a domain
-  may keep to its experts.
-- z-loss ({recipe.z_coefficient}).
-- **Specialisation** ({recipe.information_coefficient}, up to {recipe.information_target} nats of
-  information between domain and expert in a layer, for
-  {", ".join(recipe.information_domains)} only). It is there because a model this small, on this
-  little text, parts languages by itself but hardly the subjects of English prose, whereas large
-  models do: published measurements of large models give 17-21% fewer distinct experts for batches
-  of one task and 3-10% for batches of one language. Domain labels are used in training only.
-  **What this model has, {measured} sequences for tasks, is made, not found, and does not have to
-  equal the published size**: a gain measured with it says what a router gains from that much
-  specialisation, not how much a large model has. `information_target` sets it.
+{balance}
+{z_loss}
+{specialisation}
 
 Means over the last {recipe.log_steps} steps; load is an expert's share over the even share, lowest
 and highest of all layers.

@@ -7,10 +7,12 @@ tokenizers, so that numbers cost what they are long.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eldr_jax.training.data import END_OF_TEXT
+from eldr_jax.config import ConfigError
+from eldr_jax.training.data import END_OF_TEXT, CorpusError
 
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
 
@@ -33,12 +35,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       The tokenizer; it adds no tokens of its own when encoding.
 
     Raises:
-      ValueError: the vocabulary has no room for 256 bytes and the special tokens, or the texts
-        do not fill it.
+      ConfigError: the vocabulary has no room for 256 bytes and the special tokens.
+      CorpusError: the texts do not fill it.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {least}")
+        raise ConfigError(f"vocab_size={vocab_size} must be at least {least}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,8 +57,28 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
+        raise CorpusError(
             f"vocab_size={vocab_size} cannot be filled, the texts give only "
             f"{tokenizer.get_vocab_size()} tokens"
         )
     return tokenizer
+
+
+def tokenizer_config(max_tokens: int) -> dict[str, Any]:
+    """Content of `tokenizer_config.json`, by which transformers and vLLM load the tokenizer.
+
+    Args:
+      max_tokens: longest sequence of the model.
+
+    Returns:
+      A dictionary.
+    """
+    return {
+        "add_bos_token": False,
+        "bos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_OF_TEXT,
+        "model_max_length": max_tokens,
+        "pad_token": END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }

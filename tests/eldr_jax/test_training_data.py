@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_jax.config import ConfigError
 from eldr_jax.training.data import (
     CorpusError,
     Document,
@@ -142,9 +143,9 @@ def test_tokenizer_is_lossless_and_deterministic() -> None:
 
 
 def test_tokenizer_says_why_a_size_is_impossible() -> None:
-    with pytest.raises(ValueError, match="vocab_size=200 must be at least 259"):
+    with pytest.raises(ConfigError, match="vocab_size=200 must be at least 259"):
         train_tokenizer(["a"], 200)
-    with pytest.raises(ValueError, match="vocab_size=400 cannot be filled"):
+    with pytest.raises(CorpusError, match="vocab_size=400 cannot be filled"):
         train_tokenizer(["aaaa"], 400)
 
 

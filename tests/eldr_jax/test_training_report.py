@@ -14,15 +14,13 @@ from eldr_jax.config import ModelConfig
 from eldr_jax.model import model_of
 from eldr_jax.training.card import render_card
 from eldr_jax.training.data import Document, encode_documents
+from eldr_jax.training.reading import RoutedText, loss_by_position, read_texts
 from eldr_jax.training.recipe import Recipe
 from eldr_jax.training.report import (
-    RoutedText,
     distinct_reduction,
     expert_shares,
     load_table,
     loss_by_domain,
-    loss_by_position,
-    read_texts,
     summarise,
 )
 from eldr_jax.training.tokenizer import train_tokenizer
