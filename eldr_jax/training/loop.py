@@ -183,7 +183,7 @@ def make_step(config: ModelConfig, recipe: Recipe, domain_names: Sequence[str]) 
     ) -> tuple[TrainState, StepMetrics]:
         grads, metrics = jax.grad(loss, has_aux=True)(state.params, tokens, domains, state)
         updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Params = jax.tree.map(jnp.add, state.params, updates)
         gate_input = _running(state.gate_input, metrics.gate_input, recipe.gate_input_decay)
         for block, mean_input in zip(params["layers"], gate_input, strict=True):
             block["gate"] = centre_gate(block["gate"], mean_input)

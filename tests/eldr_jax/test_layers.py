@@ -61,12 +61,12 @@ def test_attend_matches_a_loop_over_heads_and_queries() -> None:
     mask[:, :, 0] = True
     expected = np.zeros_like(q)
     for b, i, h in np.ndindex(2, num_queries, num_heads):
-        keys = np.flatnonzero(mask[b, i])
-        scores = k[b, keys, h // 2] @ q[b, i, h] / np.sqrt(head_dim)
+        seen = np.flatnonzero(mask[b, i])
+        scores = k[b, seen, h // 2] @ q[b, i, h] / np.sqrt(head_dim)
         weights = np.exp(scores) / np.exp(scores).sum()
-        expected[b, i, h] = weights @ v[b, keys, h // 2]
-    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    got = layers.attend(*arrays, jnp.asarray(mask))
+        expected[b, i, h] = weights @ v[b, seen, h // 2]
+    queries, keys, values = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    got = layers.attend(queries, keys, values, jnp.asarray(mask))
     np.testing.assert_allclose(got, expected.reshape(2, num_queries, -1), atol=2e-6)
 
 

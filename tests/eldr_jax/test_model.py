@@ -138,7 +138,7 @@ def test_router_traces_are_the_gate_on_its_input(draw_params: DrawParams) -> Non
         weights, ids = layers.route(trace.logits, 3, True)
         np.testing.assert_array_equal(trace.ids, ids)
         np.testing.assert_allclose(trace.weights, weights)
-        expected = trace.mean_input @ block.gate[...]
+        expected = trace.mean_input @ block.weights()["gate"]
         np.testing.assert_allclose(trace.logits.mean(axis=0), expected, atol=1e-5)
         assert int(trace.dropped) == 0
 
@@ -244,7 +244,8 @@ def test_gradients_through_capacity_are_those_of_the_kept_choices(factor: float)
 
     def total(dispatch: Dispatch, mask: np.ndarray):
         def loss(x: jax.Array, weights: jax.Array, experts: list[jax.Array]) -> jax.Array:
-            out, _ = run_experts(x, weights * mask, ids, *experts, dispatch)
+            gate, up, down = experts
+            out, _ = run_experts(x, weights * mask, ids, gate, up, down, dispatch)
             return jnp.sum(jnp.sin(out))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, experts)

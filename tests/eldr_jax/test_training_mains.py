@@ -38,11 +38,9 @@ model:
 RECIPE = """
 schema_version: 1
 model: {model}
-num_steps: 4
+num_steps: 3
 batch_sequences: 4
 sequence_tokens: 32
-long_steps: 1
-long_sequence_tokens: 64
 peak_learning_rate: 1.0e-3
 final_learning_rate: 1.0e-4
 warmup_steps: 1
@@ -54,7 +52,7 @@ information_domains: [code, math]
 domain_decay: 0.9
 frequency_decay: 0.7
 gate_input_decay: 0.5
-checkpoint_steps: 2
+checkpoint_steps: 100
 log_steps: 1
 """
 
@@ -129,12 +127,12 @@ def test_from_corpora_to_a_card(small_job: train_main.TrainJob, tmp_path: Path) 
     assert json.loads((tmp_path / "report/report.json").read_text()) == summary
     assert summary["groups"].keys() == {"task", "language", "language_mgsm"}
     assert summary["groups"]["task"]["loss"].keys() == {"code", "math"}
-    assert "4 steps of 128 tokens" in card.read_text()
+    assert "3 steps of 128 tokens" in card.read_text()
     # No terminal: one plain line per record.
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
-        f"step {step}" for step in (1, 2, 3, 4)
+        f"step {step}" for step in (1, 2, 3)
     ]
 
 

@@ -18,7 +18,16 @@ from eldr_jax.checkpoint import load_model_dir, save_model_dir
 from eldr_jax.config import ConfigError, ModelConfig
 from eldr_jax.dispatch import DENSE
 from eldr_jax.model import model_of
-from eldr_jax.training.loop import Schedule, TrainState, TrainStep, initial_state, make_step, train
+from eldr_jax.training.data import Document
+from eldr_jax.training.loop import (
+    Schedule,
+    TrainState,
+    TrainStep,
+    batch_schedule,
+    initial_state,
+    make_step,
+    train,
+)
 from eldr_jax.training.objective import (
     StepMetrics,
     balance_loss,
@@ -60,7 +69,7 @@ RECIPE = Recipe(
     domain_decay=0.9,
     frequency_decay=0.7,
     gate_input_decay=0.5,
-    checkpoint_steps=5,
+    checkpoint_steps=100,
     log_steps=3,
 )
 
@@ -230,6 +239,23 @@ def test_a_step_moves_only_the_domains_it_saw(step_fn: TrainStep) -> None:
     np.testing.assert_array_equal(after[0], before[0])
     assert not np.array_equal(after[1], before[1])
     np.testing.assert_allclose(after.sum(axis=-1), 1.0, rtol=1e-5)
+
+
+def test_the_last_steps_use_fewer_and_longer_sequences() -> None:
+    recipe = msgspec.structs.replace(RECIPE, long_steps=3, long_sequence_tokens=32)
+    documents = [
+        Document(id=f"{domain}/{n}", domain=domain, text="", split="train")
+        for domain in ("even", "odd")
+        for n in range(4)
+    ]
+    encoded = [np.arange(100, dtype=np.uint16) + 100 * n for n in range(8)]
+    schedule = batch_schedule(recipe, documents, encoded)
+    shapes = [schedule.batch_at(step)[0].shape for step in range(recipe.num_steps)]
+    assert shapes == [(4, 17)] * 9 + [(2, 33)] * 3
+    assert schedule.domains == ["even", "odd"]
+    again = batch_schedule(recipe, documents, encoded).batch_at(10)
+    for got, expected in zip(schedule.batch_at(10), again, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_an_unknown_domain_is_named() -> None:
