@@ -102,8 +102,9 @@ def _iterate(vectors: np.ndarray, centroids: np.ndarray, *, balanced: bool) -> n
 
 def _means(vectors: np.ndarray, labels: np.ndarray, previous: np.ndarray) -> np.ndarray:
     """Renormalised means; a region without members (or whose members cancel) stays put."""
-    sums = np.zeros(previous.shape, np.float64)
-    np.add.at(sums, labels, vectors)
+    sums = np.stack(
+        [vectors[labels == region].sum(axis=0, dtype=np.float64) for region in range(len(previous))]
+    )
     norms = np.linalg.norm(sums, axis=1, keepdims=True)
     return np.where(norms > 0, sums / np.maximum(norms, 1e-300), previous).astype(np.float32)
 
