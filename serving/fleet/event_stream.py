@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from serving.fleet.kv_events import EventBatch
 
@@ -30,8 +31,7 @@ class StreamState(enum.Enum):
     UNCERTAIN = "uncertain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class Delivery(NamedTuple):
     """What to do with the view now: forget it first if `reset`, then apply `batches`."""
 
     reset: bool = False
@@ -92,6 +92,12 @@ class EventStream:
 
     def offer(self, batch: EventBatch, now_s: float) -> Delivery:
         """Takes a message in any order at monotonic `now_s`."""
+        if (
+            batch.seq == self.next_seq
+            and not self._waiting
+            and (batch.epoch is None or batch.epoch == self.epoch)
+        ):
+            return self._next(batch)
         restarted = self._is_restart(batch)
         if restarted is None:
             return NOTHING
@@ -151,6 +157,16 @@ class EventStream:
         self.next_seq = next_seq
         self._waiting = {s: b for s, b in self._waiting.items() if s >= next_seq}
         return Delivery(batches=self._take_ready())
+
+    def _next(self, batch: EventBatch) -> Delivery:
+        """The usual case: nothing waits and this message is the next."""
+        self._heard = True
+        self._newest_s = max(self._newest_s, batch.sent_at_s)
+        self.next_seq += 1
+        self.counters.batches += 1
+        if self._lossy and batch.clears:
+            self._lossy = False
+        return Delivery(batches=(batch,))
 
     def _is_restart(self, batch: EventBatch) -> bool | None:
         """Whether a batch begins a new process; None when it is to be dropped."""
