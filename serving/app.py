@@ -34,7 +34,6 @@ from serving.engines.base import Engine
 from serving.engines.poller import TelemetryPoller
 from serving.engines.relay import Relay, RelayConfig
 from serving.engines.signature_reader import SignatureReader
-from serving.explain import explain_text
 from serving.fleet.fleet import Fleet
 from serving.fleet.prefix_index import PrefixIndex
 from serving.policies.online_regions import OnlineRegions
@@ -335,7 +334,6 @@ class App:
             gate=self._gate,
             limits=limits,
             clock=clock,
-            explain_text=explain_text,
         )
         front = VllmFront(
             relay=self.relay,

@@ -390,6 +390,12 @@ def check(config: ServerConfig) -> None:
     missing = [slo.value for slo in SloClass if slo not in config.slo]
     if missing:
         raise ConfigError("slo", missing, "every class A, B, C needs its section")
+    if config.router.decode_wait_s >= config.router.lease_s:
+        raise ConfigError(
+            "router.decode_wait_s",
+            config.router.decode_wait_s,
+            f"must be < router.lease_s={config.router.lease_s:g}, or waiting requests expire",
+        )
     _check_workers(config)
     _check_cells(config)
     if config.telemetry.poll_interval_s >= config.router.stale_after_s:

@@ -25,13 +25,20 @@ from serving.app import App
 from serving.config import ServerConfig, load_config
 from serving.core.errors import ArtefactError, ConfigError
 
-_CONFIG = flags.DEFINE_string("config", None, "Config file, see configs/README.md.")
-_PORT = flags.DEFINE_integer(
-    "port", None, "Overrides server.port; 0 takes a free one.", lower_bound=0, upper_bound=65535
-)
-_LOG_LEVEL = flags.DEFINE_enum(
-    "log_level", "WARNING", ["DEBUG", "INFO", "WARNING", "ERROR"], "What is logged to stderr."
-)
+
+def define_flags() -> None:
+    """Declares the flags; done when run, so that importing this module declares none."""
+    flags.DEFINE_string("config", None, "Config file, see configs/README.md.")
+    flags.DEFINE_integer(
+        "port",
+        None,
+        "Overrides server.port; 0 takes a free one.",
+        lower_bound=0,
+        upper_bound=65535,
+    )
+    flags.DEFINE_enum(
+        "log_level", "WARNING", ["DEBUG", "INFO", "WARNING", "ERROR"], "What is logged to stderr."
+    )
 
 
 async def run(config: ServerConfig) -> int:
@@ -105,12 +112,12 @@ def _load(config_path: str | None, port: int | None) -> ServerConfig:
 def main(argv: Sequence[str]) -> None:
     """Flags to config to `run`."""
     logging.basicConfig(
-        level=_LOG_LEVEL.value, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=flags.FLAGS.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
         if len(argv) > 1:
             raise ConfigError("argument", argv[1], "is unexpected: everything is a --flag")
-        config = _load(_CONFIG.value, _PORT.value)
+        config = _load(flags.FLAGS.config, flags.FLAGS.port)
         status = _loop_runner()(run(config))
     except (ConfigError, ArtefactError) as error:
         _refuse(error)
@@ -141,4 +148,5 @@ def _loop_runner() -> Any:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main, flags_parser=_parse_flags)

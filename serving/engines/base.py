@@ -8,6 +8,7 @@ the error tree and the relay decides.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -50,10 +51,11 @@ class StopSwitch:
 
         Raises:
             CallStopped: the switch was thrown.
-            TimeoutError: nothing came within `limit_s` seconds.
+            TimeoutError: nothing came within `limit_s` seconds (inf: wait for ever).
         """
         try:
-            async with asyncio.timeout(0.0 if self.thrown else limit_s) as self._scope:
+            limit = None if math.isinf(limit_s) else limit_s
+            async with asyncio.timeout(0.0 if self.thrown else limit) as self._scope:
                 return await answer
         except TimeoutError:
             if self.thrown:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from serving.engines.relay import Relay
 
 _log = logging.getLogger(__name__)
-_ROOM_POLL_S = 0.02
 
 
 class Journey:
@@ -98,6 +97,7 @@ class Journey:
             router.failed(request_id, status, error, num_output_tokens=self.num_tokens)
         self._drop_call()
         self._drop_handover()
+        self._relay.line.next()
 
     async def answers(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The engines' answers over all attempts."""
@@ -109,12 +109,14 @@ class Journey:
                         yield answer
                 return
             except CallStopped:
+                if self._is_whole():
+                    return
                 if self._stop_error is not None:
                     raise self._stop_error from None
                 yield _closing("abort")
                 return
             except (WorkerLost, Rejected) as error:
-                if self._num_completed:
+                if self._is_whole():
                     return  # the answer is whole; how its connection ended is nobody's loss
                 if (ending := self._ending()) is not None:
                     self._drop_call()
@@ -163,7 +165,7 @@ class Journey:
                 only=worker.worker_id,
             )
             self._record(placed)
-        engine, call = self._call(worker, Phase.PREFILL)
+        engine, call = self._call(worker, Phase.PREFILL, whole=True)
         async with contextlib.aclosing(engine.generate(call)) as answers:
             async for answer in answers:
                 if not self._tokens_this_call:
@@ -174,7 +176,15 @@ class Journey:
     async def _prefill(self, worker: WorkerInfo) -> PrefillResult:
         relay, request = self._relay, self._request
         engine, call = self._call(worker, Phase.PREFILL)
-        result = await engine.prefill(call)
+        running = asyncio.ensure_future(engine.prefill(call))
+        try:
+            result = await self._switch.wait(asyncio.shield(running), math.inf)
+        except (CallStopped, asyncio.CancelledError):
+            # Its answer may be on the way, and with it KV that only its lease can free.
+            self._calling = None
+            name = call.engine_request_id
+            relay.behind(_abandon(engine, name, running), f"abort {name} on {worker.worker_id}")
+            raise
         self._finished(call)
         self._handover = result.handover
         self._prefill_worker_id = worker.worker_id
@@ -197,27 +207,43 @@ class Journey:
         """A decode worker; waits a little for room, since the prefill is already paid for."""
         relay = self._relay
         give_up_s = relay.clock.monotonic_s() + relay.config.decode_wait_s
+        give_up_s = min(give_up_s, self._original.deadline_s)
+        waited = False
         while True:
+            refused: Rejected | None = None
+            if waited or not len(relay.line):  # nobody overtakes those who wait
+                try:
+                    placed = relay.router.place_decode(
+                        self._request,
+                        signature=self._signature,
+                        prefill_worker_id=self._prefill_worker_id,
+                        exclude=self._excluded,
+                    )
+                    if waited:
+                        relay.line.next()  # there may be room for one more
+                    return placed
+                except Rejected as error:
+                    if error.why is not RejectReason.NO_CAPACITY:
+                        raise
+                    refused = error
+            left_s = give_up_s - relay.clock.monotonic_s()
             try:
-                return relay.router.place_decode(
-                    self._request,
-                    signature=self._signature,
-                    prefill_worker_id=self._prefill_worker_id,
-                    exclude=self._excluded,
-                )
-            except Rejected as error:
-                now_s = relay.clock.monotonic_s()
-                if error.why is not RejectReason.NO_CAPACITY or now_s >= give_up_s:
-                    raise
-                if now_s >= self._original.deadline_s:
-                    raise DeadlineExceeded() from error
-            await self._switch.wait(asyncio.sleep(_ROOM_POLL_S), math.inf)
+                await relay.line.wait(self._switch, max(0.0, left_s), in_front=waited)
+            except TimeoutError:
+                if relay.clock.monotonic_s() >= self._original.deadline_s:
+                    raise DeadlineExceeded() from None
+                raise refused or Rejected(
+                    RejectReason.QUEUE_FULL, f"{len(relay.line)} finished prefills wait for room"
+                ) from None
+            waited = True
 
     def _record(self, placed: Placed) -> None:
         """Writes the decision line behind the dispatch."""
         asyncio.get_running_loop().call_soon(self._relay.router.record, placed)
 
-    def _call(self, worker: WorkerInfo, phase: Phase) -> tuple[Engine, EngineCall]:
+    def _call(
+        self, worker: WorkerInfo, phase: Phase, *, whole: bool = False
+    ) -> tuple[Engine, EngineCall]:
         """Names the next engine call, so that it can be aborted from outside."""
         engine = self._relay.engines[worker.worker_id]
         base = self._original.request_id
@@ -232,7 +258,8 @@ class Journey:
             template=self._template,
             deadline_s=self._original.deadline_s,
             forwarded=self._forwarded,
-            switch=self._switch,
+            # A prefill is stopped by `_abandon`, which still reads its answer.
+            switch=StopSwitch() if phase is Phase.PREFILL and not whole else self._switch,
         )
 
     def _finished(self, call: EngineCall) -> None:
@@ -310,6 +337,10 @@ class Journey:
             return _closing("stop")
         return _closing("length") if self.num_tokens >= self._original.max_tokens else None
 
+    def _is_whole(self) -> bool:
+        """Whether every sample's closing message has passed."""
+        return self._num_completed >= max(1, self._template.sampling_params.n)
+
     def _usable(self, handover: KvHandover) -> bool:
         age_s = self._relay.clock.monotonic_s() - handover.created_at_s
         return bool(handover.lease) or age_s < self._relay.config.kv_lease_s
@@ -357,6 +388,19 @@ class Journey:
             engine = self._relay.engines.get(handover.worker_id)
             if engine is not None:
                 self._relay.behind(engine.release(handover), f"release KV on {handover.worker_id}")
+
+
+async def _abandon(
+    engine: Engine, engine_request_id: str, running: asyncio.Future[PrefillResult]
+) -> None:
+    """Ends a prefill nobody waits for, and frees the KV of one that had just finished."""
+    try:
+        await engine.abort(engine_request_id)
+    finally:
+        # An engine that hangs keeps its own time limits; what it raises is nobody's business.
+        done = await asyncio.gather(running, return_exceptions=True)
+    if isinstance(done[0], PrefillResult) and done[0].handover is not None:
+        await engine.release(done[0].handover)
 
 
 async def _replay(result: PrefillResult) -> AsyncGenerator[pb.GenerateResponse, None]:

@@ -34,6 +34,7 @@ from serving.core.signature import Signature
 from serving.core.worker import Phase
 from serving.engines.base import Engine
 from serving.engines.journey import Journey
+from serving.engines.room import RoomLine
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Relay:
         self.config = config
         self.signatures = signatures
         self.on_loss = on_loss
+        self.line = RoomLine()
         self._running: dict[str, Journey] = {}
         self._behind: set[asyncio.Task[None]] = set()
 
@@ -170,7 +172,11 @@ class Relay:
         return len(self._running)
 
     def keep_alive(self, now_s: float) -> None:
-        """Renews the leases of running requests; called by the sweep, oftener than they end."""
+        """Renews the leases of running requests and lets the head of the line try.
+
+        Called by the sweep, oftener than leases end.
+        """
+        self.line.next()
         lease_s = self.router.config.lease_s
         for request_id in self._running:
             for phase in Phase:

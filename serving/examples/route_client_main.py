@@ -24,11 +24,14 @@ from serving.core import metadata as keys
 from serving.engines.grpc_errors import rich_details
 from serving.proto import router_pb2, router_pb2_grpc
 
-_SERVER = flags.DEFINE_string("server", "127.0.0.1:50051", "host:port of the router.")
-_TEXT = flags.DEFINE_string("text", "", "The prompt.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 32, "Output tokens at most.", lower_bound=1)
-_SLO_CLASS = flags.DEFINE_enum("slo_class", "B", ["A", "B", "C"], "Service class.")
-_ROUTE_ONLY = flags.DEFINE_list("route_only", [], "Token ids to place without generating.")
+
+def define_flags() -> None:
+    """Declares the flags; done when run, so that importing this module declares none."""
+    flags.DEFINE_string("server", "127.0.0.1:50051", "host:port of the router.")
+    flags.DEFINE_string("text", "", "The prompt.")
+    flags.DEFINE_integer("max_tokens", 32, "Output tokens at most.", lower_bound=1)
+    flags.DEFINE_enum("slo_class", "B", ["A", "B", "C"], "Service class.")
+    flags.DEFINE_list("route_only", [], "Token ids to place without generating.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +135,17 @@ def main(argv: Sequence[str]) -> None:
     """Flags to config to `run`."""
     if len(argv) > 1:
         _refuse("argument", argv[1], "is unexpected: everything is a --flag")
-    if bool(_TEXT.value) == bool(_ROUTE_ONLY.value):
-        _refuse("text", _TEXT.value, "give exactly one of --text and --route_only")
-    if not all(item.isascii() and item.isdigit() for item in _ROUTE_ONLY.value):
-        _refuse("route_only", ",".join(_ROUTE_ONLY.value), "must be comma-separated token ids")
+    given = flags.FLAGS
+    if bool(given.text) == bool(given.route_only):
+        _refuse("text", given.text, "give exactly one of --text and --route_only")
+    if not all(item.isascii() and item.isdigit() for item in given.route_only):
+        _refuse("route_only", ",".join(given.route_only), "must be comma-separated token ids")
     config = ClientConfig(
-        server=_SERVER.value,
-        text=_TEXT.value,
-        token_ids=tuple(int(item) for item in _ROUTE_ONLY.value),
-        max_tokens=_MAX_TOKENS.value,
-        slo_class=_SLO_CLASS.value,
+        server=given.server,
+        text=given.text,
+        token_ids=tuple(int(item) for item in given.route_only),
+        max_tokens=given.max_tokens,
+        slo_class=given.slo_class,
     )
     sys.exit(asyncio.run(run(config)))
 
@@ -160,4 +164,5 @@ def _refuse(flag: str, value: str, rule: str) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main, flags_parser=_parse_flags)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import grpc
 
 from serving.core import metadata as keys
 from serving.core.errors import InvalidRequest
@@ -37,6 +40,15 @@ class CallMetadata:
     allow_restart: bool | None = None
     cache_salt: str = ""
     forwarded: tuple[tuple[str, str], ...] = ()
+
+
+def of_call(context: grpc.aio.ServicerContext, *, now_s: float) -> CallMetadata:
+    """`parse` of a call; its gRPC deadline counts where it is the earlier one."""
+    call = parse(context.invocation_metadata() or (), now_s=now_s)
+    remaining_s = context.time_remaining()
+    if remaining_s is None or now_s + remaining_s >= call.deadline_s:
+        return call
+    return dataclasses.replace(call, deadline_s=now_s + remaining_s)
 
 
 def parse(metadata: Iterable[tuple[str, str | bytes]], *, now_s: float) -> CallMetadata:

@@ -9,14 +9,14 @@ a time: gRPC's flow control holds the rest back at the client.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
 import msgspec
 
 from serving.core.clock import Clock
-from serving.core.decision import LogLine, OutcomeStatus, encode_line
+from serving.core.decision import OutcomeStatus, encode_line
 from serving.core.errors import InvalidRequest, LeaseError
 from serving.core.lease import Lease
 from serving.core.placed import Placed
@@ -26,6 +26,7 @@ from serving.core.signature import Signature
 from serving.core.worker import Phase
 from serving.engines.relay import Relay
 from serving.engines.vllm_grpc import SIGNATURE_KEY
+from serving.explain import explain_text, nearest_ids
 from serving.proto import router_pb2 as pb
 from serving.rpc import convert, metadata, status
 from serving.rpc.binding import Malformed, parsed
@@ -69,14 +70,12 @@ class RouterService:
         gate: DrainGate,
         limits: DoorLimits,
         clock: Clock,
-        explain_text: Callable[[list[LogLine]], str],
     ) -> None:
         self._router = router
         self._relay = relay
         self._gate = gate
         self._limits = limits
         self._clock = clock
-        self._explain_text = explain_text
         self._open: dict[str, _OpenRoute] = {}
 
     @property
@@ -176,12 +175,15 @@ class RouterService:
         """Why a recent request went where it went."""
         lines = self._router.explain(message.request_id)
         if not lines:
+            near = nearest_ids(message.request_id, self._router.recent_ids())
             raise InvalidRequest(
-                "request_id", message.request_id, "no decision of it is kept in memory"
+                "request_id",
+                message.request_id,
+                f"no decision of it is kept in memory; nearest known: {', '.join(near) or 'none'}",
             )
         return pb.ExplainResponse(
             lines_json=[encode_line(line).decode().rstrip() for line in lines],
-            text=self._explain_text(lines),
+            text=explain_text(lines),
         )
 
     async def ListWorkers(
@@ -192,8 +194,7 @@ class RouterService:
         return pb.ListWorkersResponse(workers=convert.worker_statuses(views))
 
     def _metadata(self, context: grpc.aio.ServicerContext) -> metadata.CallMetadata:
-        now_s = self._clock.monotonic_s()
-        return metadata.parse(context.invocation_metadata() or (), now_s=now_s)
+        return metadata.parse(context.invocation_metadata() or (), now_s=self._clock.monotonic_s())
 
     def _route(self, message: pb.RouteRequest, call: metadata.CallMetadata) -> pb.RouteResponse:
         self._gate.check()

@@ -91,7 +91,7 @@ class VllmFront:
         with self._gate.enter():
             now_s = self._clock.monotonic_s()
             self._last_call_s = self._clock.wall_s()
-            call = metadata.parse(context.invocation_metadata() or (), now_s=now_s)
+            call = metadata.of_call(context, now_s=now_s)
             token_ids = await self._token_ids(message)
             request = convert.generate_request(message, token_ids, call, self._limits, now_s=now_s)
             if self._is_routed(request.request_id):

@@ -68,6 +68,7 @@ def test_input_paths_start_at_the_files_folder() -> None:
         ("embedded.num_decode", 0, ["workers", "no worker serves decode"]),
         ("embedded.hardware", "v6e", ["embedded.hardware", "'v6e'", "costs.cells has none"]),
         ("telemetry.poll_interval_s", 60.0, ["telemetry.poll_interval_s", "stale_after_s"]),
+        ("router.decode_wait_s", 60.0, ["router.decode_wait_s", "router.lease_s"]),
         ("model.name", "", ["model.name", "length >= 1"]),
         ("costs.cells", [], ["costs.cells", "length >= 1"]),
         ("costs.cells.0.step.c9_s", 1.0, ["step.c9_s", "unknown key"]),

@@ -226,5 +226,38 @@ def test_a_finished_prefill_waits_for_room(scenario: Scenario, alone: Alone) -> 
     scenario(
         body,
         embedded={"num_decode": 1, "max_num_seqs": 1},
-        router={"decode_wait_s": 60.0, "stale_after_s": 60.0},
+        router={"decode_wait_s": 50.0},
     )
+
+
+def test_kv_of_an_abandoned_prefill_is_freed(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client hangs up while the prefill's answer, and with it a lease, is on its way."""
+
+    async def body(rig) -> None:
+        answered, hung_up = asyncio.Event(), asyncio.Event()
+
+        def late(engine: object) -> None:
+            real = engine.prefill
+
+            async def prefill(call: object) -> object:
+                result = await real(call)
+                answered.set()
+                await hung_up.wait()
+                return result
+
+            monkeypatch.setattr(engine, "prefill", prefill)
+
+        for engine in rig.app.relay.engines.values():
+            late(engine)
+        call = rig.engine.Generate(rig.message("r1", rig.prompt(90, 14), 6))
+        await answered.wait()
+        leases = [w.accounting().leases_open for w in rig.app.embedded.workers.values()]
+        assert sum(leases) == 1
+        call.cancel()
+        await _when(lambda: rig.app.relay.num_running == 0)
+        hung_up.set()
+        await rig.settled()
+
+    scenario(body)

@@ -117,7 +117,7 @@ def test_a_lease_nobody_reports_expires(scenario: Scenario) -> None:
         done = pb.Done(num_output_tokens=1)
         await rig.router.Report(_report("r2", kept.decode.lease_id, done=done))
 
-    scenario(body, router={"lease_s": 1.0, "sweep_every_s": 0.05, "stale_after_s": 60.0})
+    scenario(body, router={"lease_s": 1.0, "decode_wait_s": 0.5})
 
 
 def test_an_error_keeps_the_stream_open(scenario: Scenario) -> None:
@@ -247,8 +247,9 @@ def test_explain_and_list_workers(scenario: Scenario) -> None:
         lines = [json.loads(line) for line in answer.lines_json]
         assert [line["kind"] for line in lines] == ["decision", "decision", "outcome"]
         assert lines[1]["stage"]["winner"] in answer.text
-        failure = await rig.failure(rig.router.Explain(pb.ExplainRequest(request_id="nobody")))
-        assert (failure.code, failure.facts["value"]) == (Code.INVALID_ARGUMENT, "'nobody'")
+        failure = await rig.failure(rig.router.Explain(pb.ExplainRequest(request_id="r2")))
+        assert (failure.code, failure.facts["value"]) == (Code.INVALID_ARGUMENT, "'r2'")
+        assert "nearest known: r1" in failure.facts["rule"]
         rig.app.fleet.set_state("d1", WorkerState.PARKED)
         workers = (await rig.router.ListWorkers(pb.ListWorkersRequest())).workers
         rows = {worker.worker_id: worker for worker in workers}

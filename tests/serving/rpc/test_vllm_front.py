@@ -332,7 +332,7 @@ def test_a_long_answer_keeps_its_leases(scenario: Scenario, alone: Alone) -> Non
         assert rig.app.router.explain("r1")[-1].status.value == "ok"
 
     # Leases far shorter than 80 steps take; the sweep renews them while the request runs.
-    scenario(body, router={"lease_s": 0.05, "sweep_every_s": 0.01, "stale_after_s": 60.0})
+    scenario(body, router={"lease_s": 0.05, "decode_wait_s": 0.01, "sweep_every_s": 0.01})
 
 
 def test_a_prompt_is_credited_where_it_went(scenario: Scenario) -> None:
