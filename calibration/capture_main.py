@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from tokenizers import Tokenizer
 
 from calibration.capture import blocks_for, capture_prompts
@@ -15,6 +14,7 @@ from calibration.captures import CaptureManifest, CaptureWriter, Geometry
 from calibration.progress import progress
 from calibration.prompts import Prompt, corpus_prompts, jsonl_prompts
 from eldr_jax.checkpoint import CheckpointError, load_model_dir
+from eldr_jax.command_line import run_binary
 from eldr_jax.config import ConfigError as ModelConfigError
 from eldr_jax.runner import PagedRunner
 from eldr_jax.training.data import CorpusError
@@ -22,26 +22,27 @@ from serving.core.errors import ArtefactError, ConfigError
 
 _BLOCK_SIZE_TOKENS = 16
 
-_MODEL = flags.DEFINE_string(
-    "model", "configs/artefacts/reference_model", "Folder of the model: weights and tokenizer."
-)
-_OUT = flags.DEFINE_string("out", None, "Empty or new folder for the capture.", required=True)
-_CORPORA = flags.DEFINE_string("corpora", None, "Folder of the corpora to draw prompts from.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL of prompts, instead of --corpora.")
-_SPLIT = flags.DEFINE_enum(
-    "split", "train", ["train", "heldout"], "Side of the split that --corpora draws from."
-)
-_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 1000, "Prompts to draw from --corpora.")
-_MIN_TOKENS = flags.DEFINE_integer("min_prompt_tokens", 32, "Shortest cut of a corpus text.")
-_MAX_TOKENS = flags.DEFINE_integer(
-    "max_prompt_tokens", 192, "Longest cut; longer JSONL prompts too."
-)
-_DECODE_TOKENS = flags.DEFINE_integer("decode_tokens", 64, "Decode passes per prompt at most.")
-_MIN_DECODE_TOKENS = flags.DEFINE_integer(
-    "min_decode_tokens", 16, "Decode passes before an end-of-text token may end a prompt."
-)
-_TASK_SHARE = flags.DEFINE_float("task_share", 0.5, "Share of task texts; languages get the rest.")
-_SEED = flags.DEFINE_integer("seed", 0, "Draws the texts and their cuts.")
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string(
+        "model", "configs/artefacts/reference_model", "Folder of the model: weights and tokenizer."
+    )
+    flags.DEFINE_string("out", None, "Empty or new folder for the capture.", required=True)
+    flags.DEFINE_string("corpora", None, "Folder of the corpora to draw prompts from.")
+    flags.DEFINE_string("prompts", None, "JSONL of prompts, instead of --corpora.")
+    flags.DEFINE_enum(
+        "split", "train", ["train", "heldout"], "Side of the split that --corpora draws from."
+    )
+    flags.DEFINE_integer("num_prompts", 1000, "Prompts to draw from --corpora.")
+    flags.DEFINE_integer("min_prompt_tokens", 32, "Shortest cut of a corpus text.")
+    flags.DEFINE_integer("max_prompt_tokens", 192, "Longest cut; longer JSONL prompts too.")
+    flags.DEFINE_integer("decode_tokens", 64, "Decode passes per prompt at most.")
+    flags.DEFINE_integer(
+        "min_decode_tokens", 16, "Decode passes before an end-of-text token may end a prompt."
+    )
+    flags.DEFINE_float("task_share", 0.5, "Share of task texts; languages get the rest.")
+    flags.DEFINE_integer("seed", 0, "Draws the texts and their cuts.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,34 +172,33 @@ def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        manifest = run(
-            CaptureConfig(
-                model=_MODEL.value,
-                out=_OUT.value,
-                corpora=_CORPORA.value,
-                prompts=_PROMPTS.value,
-                split=_SPLIT.value,
-                num_prompts=_NUM_PROMPTS.value,
-                min_prompt_tokens=_MIN_TOKENS.value,
-                max_prompt_tokens=_MAX_TOKENS.value,
-                decode_tokens=_DECODE_TOKENS.value,
-                min_decode_tokens=_MIN_DECODE_TOKENS.value,
-                task_share=_TASK_SHARE.value,
-                seed=_SEED.value,
-            )
+def main() -> None:
+    """Reads the flags, captures, says where."""
+    values = flags.FLAGS
+    manifest = run(
+        CaptureConfig(
+            model=values.model,
+            out=values.out,
+            corpora=values.corpora,
+            prompts=values.prompts,
+            split=values.split,
+            num_prompts=values.num_prompts,
+            min_prompt_tokens=values.min_prompt_tokens,
+            max_prompt_tokens=values.max_prompt_tokens,
+            decode_tokens=values.decode_tokens,
+            min_decode_tokens=values.min_decode_tokens,
+            task_share=values.task_share,
+            seed=values.seed,
         )
-    except (ArtefactError, ConfigError, ModelConfigError, CheckpointError, CorpusError) as error:
-        print(f"capture_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"capture_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"captured {manifest.num_prompts} prompts into {_OUT.value}")
+    )
+    print(f"captured {manifest.num_prompts} prompts into {values.out}")
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ArtefactError, ConfigError, ModelConfigError, CheckpointError, CorpusError))
 
 
 if __name__ == "__main__":
-    app.run(_main)
+    cli()

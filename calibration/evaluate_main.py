@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import msgspec
-from absl import app, flags
+from absl import flags
 
 from calibration.captures import read_capture
 from calibration.evaluate import EvaluationConfig, EvaluationReport, evaluate, render_card
+from eldr_jax.command_line import run_binary
 from serving.core.errors import ArtefactError, ConfigError
 from serving.signatures.artefact import load_artefact
 
-_ARTEFACT = flags.DEFINE_string(
-    "artefact", "configs/artefacts/signature_model", "Folder written by calibration.fit_main."
-)
-_CAPTURE = flags.DEFINE_string(
-    "capture", None, "Folder of a capture of held-out prompts.", required=True
-)
-_OUT = flags.DEFINE_string("out", None, "File for the JSON report.", required=True)
-_CARD = flags.DEFINE_string("card", None, "File for the artefact's README.md.")
-_COMMANDS = flags.DEFINE_string(
-    "card_commands", None, "File with the rebuild commands that the card prints."
-)
-_PAIRS = flags.DEFINE_integer("num_pairs", 30_000, "Prompt pairs behind the rank correlation.")
-_BATCHES = flags.DEFINE_list("batches", ["8", "16", "32", "64"], "Decode batch sizes.")
-_DRAWS = flags.DEFINE_integer("draws", 50, "Batches drawn per domain and size.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of every draw.")
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string(
+        "artefact", "configs/artefacts/signature_model", "Folder written by calibration.fit_main."
+    )
+    flags.DEFINE_string("capture", None, "Folder of a capture of held-out prompts.", required=True)
+    flags.DEFINE_string("out", None, "File for the JSON report.", required=True)
+    flags.DEFINE_string("card", None, "File for the artefact's README.md.")
+    flags.DEFINE_string(
+        "card_commands", None, "File with the rebuild commands that the card prints."
+    )
+    flags.DEFINE_integer("num_pairs", 30_000, "Prompt pairs behind the rank correlation.")
+    flags.DEFINE_list("batches", ["8", "16", "32", "64"], "Decode batch sizes.")
+    flags.DEFINE_integer("draws", 50, "Batches drawn per domain and size.")
+    flags.DEFINE_integer("seed", 0, "Of every draw.")
 
 
 def run(
@@ -73,31 +74,33 @@ def _batches(texts: list[str]) -> tuple[int, ...]:
         raise ConfigError("batches", texts, "must be whole numbers") from error
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        config = EvaluationConfig(
-            num_pairs=_PAIRS.value,
-            union_batches=_batches(_BATCHES.value),
-            union_draws=_DRAWS.value,
-            seed=_SEED.value,
-        )
-        report = run(
-            _ARTEFACT.value,
-            _CAPTURE.value,
-            _OUT.value,
-            config,
-            card=_CARD.value,
-            card_commands=_COMMANDS.value,
-        )
-    except (ArtefactError, ConfigError, OSError) as error:
-        print(f"evaluate_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"artefact {report.artefact} on {report.num_prompts} held-out prompts: {_OUT.value}")
+def main() -> None:
+    """Reads the flags, evaluates, prints the metrics."""
+    values = flags.FLAGS
+    config = EvaluationConfig(
+        num_pairs=values.num_pairs,
+        union_batches=_batches(values.batches),
+        union_draws=values.draws,
+        seed=values.seed,
+    )
+    report = run(
+        values.artefact,
+        values.capture,
+        values.out,
+        config,
+        card=values.card,
+        card_commands=values.card_commands,
+    )
+    print(f"artefact {report.artefact} on {report.num_prompts} held-out prompts: {values.out}")
     for name, value in report.metrics.items():
         print(f"  {name:36s} {value:.4g}")
 
 
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ArtefactError, ConfigError))
+
+
 if __name__ == "__main__":
-    app.run(_main)
+    cli()

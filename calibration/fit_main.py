@@ -6,32 +6,36 @@ import sys
 import time
 from dataclasses import dataclass
 
-from absl import app, flags
+from absl import flags
 
 from calibration.captures import read_capture
 from calibration.fit.pipeline import FitConfig, fit_capture
 from calibration.fit.step_time import fit_step_time
+from eldr_jax.command_line import run_binary
 from serving.core.errors import ArtefactError, ConfigError
 from serving.signatures.manifest import Manifest
 
-_CAPTURE = flags.DEFINE_string(
-    "capture", None, "Folder written by calibration.capture_main.", required=True
-)
-_OUT = flags.DEFINE_string("out", None, "Folder for the artefact.", required=True)
-_LATENCY = flags.DEFINE_string(
-    "latency_table", None, "CSV (tokens, activated_experts, time_us) to fit step times from."
-)
-_LATENCY_MIN = flags.DEFINE_integer("latency_min_tokens", 16, "Smallest step of the table used.")
-_LATENCY_MAX = flags.DEFINE_integer("latency_max_tokens", 256, "Largest step of the table used.")
-_PAIRS = flags.DEFINE_integer("num_pairs", 30_000, "Prompt pairs behind the layer mask.")
-_CLUSTERS = flags.DEFINE_integer("num_clusters", 32, "Clusters of decode profiles.")
-_SHRINK = flags.DEFINE_float(
-    "shrink_tokens", 0.0, "Tokens a decode profile counts for; 0 chooses on unseen prompts."
-)
-_REGIONS = flags.DEFINE_list(
-    "regions", ["2", "4", "8", "16"], "Numbers of decode workers to fit regions for beforehand."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of every draw.")
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string(
+        "capture", None, "Folder written by calibration.capture_main.", required=True
+    )
+    flags.DEFINE_string("out", None, "Folder for the artefact.", required=True)
+    flags.DEFINE_string(
+        "latency_table", None, "CSV (tokens, activated_experts, time_us) to fit step times from."
+    )
+    flags.DEFINE_integer("latency_min_tokens", 16, "Smallest step of the table used.")
+    flags.DEFINE_integer("latency_max_tokens", 256, "Largest step of the table used.")
+    flags.DEFINE_integer("num_pairs", 30_000, "Prompt pairs behind the layer mask.")
+    flags.DEFINE_integer("num_clusters", 32, "Clusters of decode profiles.")
+    flags.DEFINE_float(
+        "shrink_tokens", 0.0, "Tokens a decode profile counts for; 0 chooses on unseen prompts."
+    )
+    flags.DEFINE_list(
+        "regions", ["2", "4", "8", "16"], "Numbers of decode workers to fit regions for beforehand."
+    )
+    flags.DEFINE_integer("seed", 0, "Of every draw.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,31 +118,33 @@ def _integers(texts: list[str]) -> tuple[int, ...]:
         raise ConfigError("regions", texts, "must be whole numbers") from error
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        manifest = run(
-            FitMainConfig(
-                capture=_CAPTURE.value,
-                out=_OUT.value,
-                latency_table=_LATENCY.value,
-                latency_min_tokens=_LATENCY_MIN.value,
-                latency_max_tokens=_LATENCY_MAX.value,
-                num_pairs=_PAIRS.value,
-                num_clusters=_CLUSTERS.value,
-                shrink_tokens=_SHRINK.value,
-                regions=_integers(_REGIONS.value),
-                seed=_SEED.value,
-            )
+def main() -> None:
+    """Reads the flags, fits, prints the metrics."""
+    values = flags.FLAGS
+    manifest = run(
+        FitMainConfig(
+            capture=values.capture,
+            out=values.out,
+            latency_table=values.latency_table,
+            latency_min_tokens=values.latency_min_tokens,
+            latency_max_tokens=values.latency_max_tokens,
+            num_pairs=values.num_pairs,
+            num_clusters=values.num_clusters,
+            shrink_tokens=values.shrink_tokens,
+            regions=_integers(values.regions),
+            seed=values.seed,
         )
-    except (ArtefactError, ConfigError, OSError) as error:
-        print(f"fit_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"artefact {manifest.version} ({manifest.mask_version}) in {_OUT.value}")
+    )
+    print(f"artefact {manifest.version} ({manifest.mask_version}) in {values.out}")
     for name, value in manifest.metrics.items():
         print(f"  {name:36s} {value:.4g}")
 
 
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ArtefactError, ConfigError))
+
+
 if __name__ == "__main__":
-    app.run(_main)
+    cli()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from tokenizers import Tokenizer
 
 from calibration.captures import CaptureManifest, CaptureWriter
@@ -15,27 +14,29 @@ from calibration.profile.routing_tables import RoutingTables, read_tables, struc
 from calibration.profile.settings import Workload, choose, load_workloads
 from calibration.profile.windows import draw_windows, read_side
 from calibration.progress import progress
+from eldr_jax.command_line import run_binary
 from eldr_jax.training.data import CorpusError
 from serving.core.errors import ArtefactError, ConfigError
 
 _TOKENIZER = "olmoe_gpt-neox-olmo-dolma-v1_5.tokenizer.json"
 
-_WORKLOADS = flags.DEFINE_string(
-    "workloads", "configs/replay/eldr/workloads.yaml", "File of the workloads."
-)
-_WORKLOAD = flags.DEFINE_string("workload", None, "Name of the workload.", required=True)
-_SIDE = flags.DEFINE_enum(
-    "side", "calibrate", ["calibrate", "serve"], "Texts to fit from, or texts to serve."
-)
-_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 1000, "Prompts to draw.")
-_CORPORA = flags.DEFINE_string("corpora", None, "Folder of the corpora.", required=True)
-_ROUTING = flags.DEFINE_string(
-    "routing", None, "Folder of the routing tables and their tokenizer.", required=True
-)
-_OUT = flags.DEFINE_string("out", None, "Empty or new folder for the capture.", required=True)
-_PREFILL_EXPERTS = flags.DEFINE_bool(
-    "prefill_experts", False, "Keep the prompts' expert ids too: large, gives a token table."
-)
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string("workloads", "configs/replay/eldr/workloads.yaml", "File of the workloads.")
+    flags.DEFINE_string("workload", None, "Name of the workload.", required=True)
+    flags.DEFINE_enum(
+        "side", "calibrate", ["calibrate", "serve"], "Texts to fit from, or texts to serve."
+    )
+    flags.DEFINE_integer("num_prompts", 1000, "Prompts to draw.")
+    flags.DEFINE_string("corpora", None, "Folder of the corpora.", required=True)
+    flags.DEFINE_string(
+        "routing", None, "Folder of the routing tables and their tokenizer.", required=True
+    )
+    flags.DEFINE_string("out", None, "Empty or new folder for the capture.", required=True)
+    flags.DEFINE_bool(
+        "prefill_experts", False, "Keep the prompts' expert ids too: large, gives a token table."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,27 +137,29 @@ def _provenance(workload: Workload, router: ProfileRouter, side: str) -> dict[st
     }
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        manifest = run(
-            ProfileConfig(
-                workloads=_WORKLOADS.value,
-                workload=_WORKLOAD.value,
-                side=_SIDE.value,
-                num_prompts=_NUM_PROMPTS.value,
-                corpora=_CORPORA.value,
-                routing=_ROUTING.value,
-                out=_OUT.value,
-                prefill_experts=_PREFILL_EXPERTS.value,
-            )
+def main() -> None:
+    """Reads the flags, generates, says where."""
+    values = flags.FLAGS
+    manifest = run(
+        ProfileConfig(
+            workloads=values.workloads,
+            workload=values.workload,
+            side=values.side,
+            num_prompts=values.num_prompts,
+            corpora=values.corpora,
+            routing=values.routing,
+            out=values.out,
+            prefill_experts=values.prefill_experts,
         )
-    except (ArtefactError, ConfigError, CorpusError, OSError) as error:
-        print(f"profile_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"generated {manifest.num_prompts} prompts into {_OUT.value}")
+    )
+    print(f"generated {manifest.num_prompts} prompts into {values.out}")
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ArtefactError, ConfigError, CorpusError))
 
 
 if __name__ == "__main__":
-    app.run(_main)
+    cli()

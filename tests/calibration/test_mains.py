@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from calibration import fit_main
+from calibration.evaluate import EvaluationConfig
+from serving.core.errors import ConfigError
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -53,11 +57,9 @@ def test_fit_then_evaluate(topic_capture_dir, held_out_capture_dir, tmp_path):
     [
         ("fit_main", ["--capture=nowhere", "--out=x"], ["nowhere", "must be readable"]),
         ("fit_main", ["--capture=x", "--out=x", "--regions=2,two"], ["regions", "whole numbers"]),
-        ("fit_main", ["--capture=x", "--out=x", "--num_pairs=0"], ["num_pairs", ">= 1"]),
-        ("evaluate_main", ["--capture=x", "--out=x", "--artefact=no"], ["no", "cannot be read"]),
         ("evaluate_main", ["--capture=x", "--out=x", "--card=c"], ["card_commands", "required"]),
         ("capture_main", ["--out=x"], ["corpora", "--prompts"]),
-        ("capture_main", ["--out=x", "--corpora=c", "--model=no"], ["no"]),
+        ("profile_main", ["--out=x", "--sides=both"], ["sides"]),
     ],
 )
 def test_what_is_wrong_is_named_and_exits_2(main, arguments, words):
@@ -66,3 +68,48 @@ def test_what_is_wrong_is_named_and_exits_2(main, arguments, words):
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FIT = {
+    "capture": "c",
+    "out": "o",
+    "latency_table": None,
+    "latency_min_tokens": 16,
+    "latency_max_tokens": 256,
+    "num_pairs": 10,
+    "num_clusters": 2,
+    "shrink_tokens": 0.0,
+    "regions": (2,),
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_pairs", 0),
+        ("num_clusters", 0),
+        ("latency_min_tokens", 0),
+        ("latency_max_tokens", 15),
+        ("shrink_tokens", -1.0),
+        ("shrink_tokens", float("nan")),
+        ("regions", (2, 2)),
+        ("regions", (0,)),
+        ("seed", -1),
+    ],
+)
+def test_a_wrong_fit_config_names_the_field(field, value):
+    fit_main.FitMainConfig(**FIT)
+    with pytest.raises(ConfigError) as caught:
+        fit_main.FitMainConfig(**FIT | {field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_pairs", 0), ("union_draws", 0), ("union_batches", (8, 0)), ("seed", -1)],
+)
+def test_a_wrong_evaluation_config_names_the_field(field, value):
+    with pytest.raises(ConfigError) as caught:
+        EvaluationConfig(**{field: value})
+    assert caught.value.field == field
