@@ -34,6 +34,13 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
+# A prefill worker that came back is found again within seconds, not minutes.
+_PULL_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
 _MAX_CHANNELS = 64
 _KEYS_DTYPE = np.dtype("<f4")
 _COUNTS_DTYPE = np.dtype("<u2")
@@ -150,7 +157,7 @@ class KvPuller:
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
         if (channel := self._channels.get(address)) is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(address, options=_PULL_OPTIONS)
             self._channels[address] = channel
         self._channels.move_to_end(address)
         for idle in [a for a in self._channels if not self._num_pulling.get(a)]:

@@ -19,6 +19,11 @@ class StepTurn:
         self._held = False
         self._queue: deque[threading.Lock] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for their turn."""
+        return len(self._queue)
+
     def __enter__(self) -> None:
         with self._guard:
             if not self._held:

@@ -38,6 +38,13 @@ from serving.proto import embedded_pb2
 from serving.rpc.binding import bind
 from serving.signatures.model import SignatureModel
 
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    # On a starved machine gRPC would cancel calls that this process was too slow to accept for
+    # 30 s; a call's own deadline says how long it may wait.
+    ("grpc.server_max_unrequested_time_in_server", 600),
+)
 _DRAIN_POLL_S = 0.02
 _CLOSE_GRACE_S = 1.0
 
@@ -209,7 +216,7 @@ class EmbeddedWorker:
             signature_model=self._signature_model,
             clock=self._clock,
         )
-        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         bind(server, vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"], servicer)
         services = embedded_pb2.DESCRIPTOR.services_by_name
         bind(server, services["Kv"], KvServicer(self._engine, runner.block_size))

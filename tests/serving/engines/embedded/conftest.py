@@ -111,13 +111,19 @@ class Rig:
     prompt_of = staticmethod(prompt_of)
 
     async def start(self, role: Role, **options) -> Client:
-        """A started worker; `runner` among the options replaces the shared one."""
-        runner = options.pop("runner", self.runner)
+        """A started worker; `runner` and `clock` among the options replace the usual ones."""
+        runner, clock = options.pop("runner", self.runner), options.pop("clock", None)
+        # Nothing may time out merely because the machine is busy.
+        options = {"lease_s": 600.0, "pull_timeout_s": 300.0} | options
         config = EmbeddedWorkerConfig(
             worker_id=f"{role.value}{len(self.clients)}", role=role, **options
         )
         worker = EmbeddedWorker(
-            config, runner, turn=self.turn, signature_model=self.signature_model
+            config,
+            runner,
+            turn=self.turn,
+            signature_model=self.signature_model,
+            clock=clock,
         )
         await worker.start()
         client = Client(worker, grpc.aio.insecure_channel(worker.address))

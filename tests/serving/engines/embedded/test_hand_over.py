@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from serving.core.clock import ManualClock
 from serving.core.worker import Role
 from serving.proto import embedded_pb2
 from serving.signatures.wire import decode_signature
@@ -191,11 +192,14 @@ def test_tampered_parameters_are_refused(scenario, changes, message):
 
 def test_an_expired_lease_is_refused_and_its_blocks_are_back(scenario):
     async def body(rig):
-        prefill, decode = await rig.start(Role.PREFILL, lease_s=0.15), await rig.start(Role.DECODE)
+        clock = ManualClock()
+        prefill = await rig.start(Role.PREFILL, lease_s=30.0, clock=clock)
+        decode = await rig.start(Role.DECODE)
         request = rig.generate("a", rig.prompt_of(1, 10))
         first = await prefill.complete(rig.prefill_of(request))
         assert prefill.worker.accounting().leases_open == 1
         assert prefill.worker.accounting().blocks_in_use == 3
+        clock.advance(30.0)
         await prefill.idle()
         request.kv_transfer_params_json = first.kv_transfer_params_json
         detail = await refused(decode.complete(request), grpc.StatusCode.FAILED_PRECONDITION)

@@ -44,7 +44,7 @@ def test_a_worker_says_what_it_is(scenario, role, kv_role):
 
 def test_loads_count_blocks_requests_and_uncached_tokens(scenario):
     async def body(rig):
-        worker = await rig.start(Role.PREFILL, lease_s=30.0)
+        worker = await rig.start(Role.PREFILL)
 
         async def load():
             answer = await worker.engine.GetLoads(pb.GetLoadsRequest())
