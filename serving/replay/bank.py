@@ -166,7 +166,8 @@ def read_bank(path: str | Path) -> RoutingBank:
 
 def _load(path: str | Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        # Opened here, so that a damaged file is closed again.
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, AttributeError) as error:
         raise ArtefactError(path, f"must be a .npz of plain arrays ({error})") from error
@@ -192,7 +193,9 @@ def synthetic_bank(
 
     Args:
         num_prompts: P.
-        num_layers, num_experts, top_k: geometry.
+        num_layers: geometry.
+        num_experts: geometry.
+        top_k: geometry.
         num_domains: labels, in turn.
         rows_per_prompt: decode tokens per prompt.
         prompt_tokens: range of prompt lengths, both ends included.

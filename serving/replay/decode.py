@@ -7,6 +7,7 @@ context is computed again in the step it comes back with, as engines that recomp
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from dataclasses import dataclass
 
@@ -118,29 +119,25 @@ class DecodeFleet:
         Returns:
             First and last tokens since the previous call, by time.
         """
-        while advance(
-            until_s,
-            self.workers,
-            self.requests,
-            self.times,
-            self._out,
-            self.tally,
-            self._scratch,
-        ):
+        endings: list[Ending] = []
+        while True:
+            num_stopped = advance(
+                until_s,
+                self.workers,
+                self.requests,
+                self.times,
+                self._out,
+                self.tally,
+                self._scratch,
+            )
+            # Emptied each time: requests admitted below may begin and end in the next call.
+            self._drain(endings)
+            if num_stopped == 0:
+                break
             for worker in np.flatnonzero(self.workers.stopped).tolist():
                 self._resume(worker)
-        count = int(self._out.count[0])
-        if count == 0:
-            return []
-        self._out.count[0] = 0
-        order = np.argsort(self._out.time_s[:count], kind="stable")
-        kinds, which = self._out.kind[order].tolist(), self._out.request[order].tolist()
-        return [
-            Ending(time_s=time_s, request=request, finished=kind == FINISHED)
-            for time_s, request, kind in zip(
-                self._out.time_s[order].tolist(), which, kinds, strict=True
-            )
-        ]
+        endings.sort(key=operator.attrgetter("time_s"))
+        return endings
 
     def join(self, worker: int, request: int, now_s: float) -> None:
         """A request's KV has arrived; it joins the next step that has room."""
@@ -184,6 +181,14 @@ class DecodeFleet:
         self._reported[0, worker] = workers.busy_s[worker]
         self._reported[1, worker] = workers.modelled_s[worker]
         return busy_s / modelled_s if modelled_s > 0 else None
+
+    def _drain(self, endings: list[Ending]) -> None:
+        out = self._out
+        count = int(out.count[0])
+        out.count[0] = 0
+        columns = out.time_s[:count], out.request[:count], out.kind[:count]
+        for time_s, request, kind in zip(*(c.tolist() for c in columns), strict=True):
+            endings.append(Ending(time_s=time_s, request=request, finished=kind == FINISHED))
 
     def _resume(self, worker: int) -> None:
         workers = self.workers

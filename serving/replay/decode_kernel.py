@@ -22,6 +22,7 @@ RUNNING, FREED, OUT_OF_KV = 0, 1, 2
 FIRST, FINISHED = 0, 1
 """Kinds of output: a request's first decode token, its last one."""
 
+LAST_S = 1e300
 NUM_BINS = 1200
 BINS_PER_FACTOR = 100.0
 LOWEST_S = 1e-4
@@ -248,6 +249,7 @@ def advance(until_s, workers, requests, times, out, tally, scratch):
         How many workers stopped for their owner.
     """
     num_stopped = 0
+    until_s = min(until_s, LAST_S)  # idle workers end their step never, which is not before
     for worker in range(len(workers.step_end_s)):
         while workers.step_end_s[worker] <= until_s:
             now_s = workers.step_end_s[worker]

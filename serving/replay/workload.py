@@ -186,6 +186,10 @@ def _arrivals(
         if requests.num_measured:
             found = found.first(requests.num_measured)
         return found, slice(0, len(found)), 0.0
+    if not load.rate_per_s and load.mean_batch > fleet.max_num_seqs:
+        raise ConfigError(
+            "load.mean_batch", load.mean_batch, f"must be <= {fleet.max_num_seqs=}: no batch is"
+        )
     prompt_tokens = float(np.diff(bank.token_starts).mean())
     rate = load.rate_per_s or rate_of(
         bank,
