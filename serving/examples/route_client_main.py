@@ -138,6 +138,8 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     if bool(given.text) == bool(given.route_only):
         _refuse("text", given.text, "give exactly one of --text and --route_only")
+    if not given.server.rpartition(":")[2].isdecimal():
+        _refuse("server", given.server, "must be HOST:PORT")
     if not all(item.isascii() and item.isdigit() for item in given.route_only):
         _refuse("route_only", ",".join(given.route_only), "must be comma-separated token ids")
     config = ClientConfig(
