@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.core.signature import SignatureSource
+from serving.signatures import token_table
 from serving.signatures.model import SignatureModel
 from serving.signatures.token_table import TokenTable
 
@@ -56,6 +57,18 @@ def test_predictions_obey_the_rules_of_counts(tokens):
     assert (got.confidence, got.num_tokens) == (0.8, len(tokens))
 
 
+def test_packed_and_unpacked_tables_answer_the_same(monkeypatch):
+    monkeypatch.setattr(token_table, "_MAX_UNPACKED_BYTES", 0)
+    fields = {name: getattr(TABLE, name) for name in TABLE.__slots__ if name[0] != "_"}
+    packed = TokenTable(**fields)
+    assert packed._unpacked is None
+    assert TABLE._unpacked is not None
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        tokens = rng.choice([0, 3, 7, 99], size=rng.integers(1, 50))
+        np.testing.assert_allclose(packed.expected(tokens), TABLE.expected(tokens), rtol=1e-6)
+
+
 def test_an_empty_table_predicts_the_mean():
     empty = TokenTable(
         token_ids=np.zeros(0, np.int32),
@@ -83,6 +96,6 @@ def test_an_empty_table_predicts_the_mean():
     ],
 )
 def test_tables_that_cannot_be_are_refused(change, message):
-    fields = {name: getattr(TABLE, name) for name in TABLE.__slots__}
+    fields = {name: getattr(TABLE, name) for name in TABLE.__slots__ if name[0] != "_"}
     with pytest.raises(ValueError, match=message):
         TokenTable(**fields | change)
