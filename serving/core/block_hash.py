@@ -23,7 +23,6 @@ import numpy as np
 ALGORITHM = "eldr_poly64_v1"
 _MASK = (1 << 64) - 1
 _MAX_BLOCKS = 1 << 16
-_TABLE_TOKENS = 1 << 18
 _OFFSET = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
@@ -38,15 +37,6 @@ def _mix(values: np.ndarray) -> np.ndarray:
     values *= _MULTIPLIER_2
     values ^= values >> _SHIFT_31
     return values
-
-
-@functools.cache
-def _mixed_tokens() -> np.ndarray:
-    """The mixed value of every token id a vocabulary may hold, uint64.
-
-    Looked up, since mixing 2,048 tokens costs more than everything else a hash needs.
-    """
-    return _mix(np.arange(_TABLE_TOKENS, dtype=np.uint64) + _OFFSET)
 
 
 class BlockHasher:
@@ -69,7 +59,6 @@ class BlockHasher:
         self._base = base
         self._powers = _power_table(base)
         self._inverse_powers = _power_table(pow(base, -1, 1 << 64))
-        self._mixed_tokens = _mixed_tokens()
 
     def hashes(self, token_ids: np.ndarray, *, salt: str = "") -> np.ndarray:
         """Chained hashes of the FULL blocks of a prompt.
@@ -86,7 +75,9 @@ class BlockHasher:
             raise ValueError(f"{num_blocks=} must be <= {_MAX_BLOCKS}")
         if num_blocks == 0:
             return np.empty(0, np.uint64)
-        mixed = self._mixed(token_ids[: num_blocks * self.block_size_tokens])
+        tokens = token_ids[: num_blocks * self.block_size_tokens].astype(np.uint64)
+        tokens += _OFFSET
+        mixed = _mix(tokens)
         blocks = mixed.reshape(num_blocks, self.block_size_tokens) @ self._multipliers
         blocks = _mix(blocks)
         blocks *= self._inverse_powers[:num_blocks]
@@ -94,16 +85,6 @@ class BlockHasher:
         chain += np.uint64(_salt_value(salt) * self._base & _MASK)
         chain *= self._powers[:num_blocks]
         return _mix(chain)
-
-    def _mixed(self, tokens: np.ndarray) -> np.ndarray:
-        """mix(token + 1) per token, uint64."""
-        if tokens.dtype == np.int32:
-            try:
-                # Unsigned: a negative id is out of range, not counted from the end.
-                return self._mixed_tokens.take(tokens.view(np.uint32))
-            except IndexError:
-                pass
-        return _mix(tokens.astype(np.uint64) + _OFFSET)
 
 
 @functools.cache

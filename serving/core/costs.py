@@ -147,6 +147,7 @@ class WorkerCosts:
             tensor_parallel: int64 [W], from `Capabilities`.
         any_tp: bool [W], hand-over does not need equal tensor parallelism.
         shortest_context: least of `max_context_tokens`.
+        block_size: the block size all share, or `block_size_tokens` when they differ.
         versions: distinct `CellCost.version`s.
     """
 
@@ -173,6 +174,7 @@ class WorkerCosts:
     tensor_parallel: np.ndarray
     any_tp: np.ndarray
     shortest_context: int
+    block_size: int | np.ndarray
     versions: tuple[str, ...]
 
     def take(self, rows: np.ndarray) -> WorkerCosts:
@@ -184,18 +186,26 @@ class WorkerCosts:
             self.versions,
         )
 
-    def padded(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def padded(
+        self, tokens: np.ndarray, rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What a prefill of `tokens` runs as: full chunks of the largest bucket, then the rest.
 
         Args:
-            tokens: int64 [W], >= 0.
+            tokens: integer [W], >= 0; or [R] when `rows` says whose they are.
+            rows: int64 [R], or None for all.
 
         Returns:
-            int64 [W] tokens including padding, int64 [W] chunks.
+            int64 tokens including padding and int64 chunks, shaped like `tokens`.
         """
         if len(self.bucket_groups) == 1:
             return self.bucket_groups[0][1].padded(tokens)
-        padded, chunks = np.empty_like(tokens), np.empty_like(tokens)
+        if rows is not None:
+            everybody = np.zeros(len(self.workers), tokens.dtype)
+            everybody[rows] = tokens
+            padded, chunks = self.padded(everybody)
+            return padded[rows], chunks[rows]
+        padded, chunks = np.empty(tokens.shape, np.int64), np.empty(tokens.shape, np.int64)
         for rows, table in self.bucket_groups:
             padded[rows], chunks[rows] = table.padded(tokens[rows])
         return padded, chunks
@@ -302,7 +312,8 @@ def _rows(
         return np.array([getattr(w.capabilities, name) for w in workers], np.int64)
 
     floats = {name: column for name, column in columns.items() if name != "any_tp"}
-    contexts = limit("max_context_tokens")
+    contexts, block_sizes = limit("max_context_tokens"), limit("block_size_tokens")
+    shared = len(set(block_sizes.tolist())) == 1
     return WorkerCosts(
         workers=workers,
         worker_ids=tuple(worker.worker_id for worker in workers),
@@ -314,7 +325,8 @@ def _rows(
         max_num_seqs=limit("max_num_seqs"),
         max_context_tokens=contexts,
         shortest_context=int(contexts.min(initial=np.iinfo(np.int64).max)),
-        block_size_tokens=limit("block_size_tokens"),
+        block_size_tokens=block_sizes,
+        block_size=int(block_sizes[0]) if shared else block_sizes,
         num_kv_blocks=limit("num_kv_blocks"),
         page_size_tokens=limit("page_size_tokens"),
         tensor_parallel=limit("tensor_parallel"),

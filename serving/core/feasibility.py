@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,13 +104,14 @@ class FitQuestion:
     hand_over_ok: np.ndarray | None = None
     exclude: frozenset[str] = frozenset()
 
-    def kv_blocks(self) -> np.ndarray:
-        """KV blocks the request would hold on each worker, int64 [W].
+    def kv_blocks(self) -> int | np.ndarray:
+        """KV blocks the request would hold on each worker: int64 [W], or one for all.
 
         Prefill holds the prompt and the first token, decode the p95 length.
         """
         output = self.request.length.p95_tokens if self.phase is Phase.DECODE else 1.0
-        return -(-int(self.request.num_prompt_tokens + output) // self.costs.block_size_tokens)
+        num_tokens = math.ceil(self.request.num_prompt_tokens + output)
+        return -(-num_tokens // self.costs.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,15 +120,20 @@ class Feasibility:
 
     Attributes:
         mask: bool [W], all rules hold.
-        kv_blocks: int64 [W], blocks the request would hold.
+        kv_blocks: int64 [W], blocks the request would hold; an int where it is one for all.
         question: what was asked.
         transfer_ok: bool [W], the hand-over is not banned; None when the ban does not apply.
     """
 
     mask: np.ndarray
-    kv_blocks: np.ndarray
+    kv_blocks: int | np.ndarray
     question: FitQuestion
     transfer_ok: np.ndarray | None
+
+    def blocks_on(self, row: int) -> int:
+        """KV blocks the request would hold on one worker."""
+        blocks = self.kv_blocks
+        return blocks if isinstance(blocks, int) else int(blocks[row])
 
     def rules(self) -> tuple[tuple[str, np.ndarray], ...]:
         """(rule, bool [W] holds), in the order they are told."""
@@ -194,7 +201,7 @@ def feasibility(asked: FitQuestion) -> Feasibility:
     if asked.transfer_s is not None and asked.transfer_s.max(initial=0.0) > limit_s:
         near = asked.transfer_s <= limit_s
         near_mask = mask & near
-        if near_mask.any():
+        if np.count_nonzero(near_mask):
             mask, transfer_ok = near_mask, near
     return Feasibility(mask=mask, kv_blocks=blocks, question=asked, transfer_ok=transfer_ok)
 
@@ -226,7 +233,7 @@ def raise_infeasible(found: Feasibility, cell: TableCell) -> None:
         raise InvalidRequest(
             "token_ids",
             f"{request.num_prompt_tokens} tokens",
-            f"needs {int(found.kv_blocks[alive].min())} KV blocks, no worker has more than "
+            f"needs {found.blocks_on(int(alive.argmax()))} KV blocks, no worker has more than "
             f"{int(costs.num_kv_blocks[alive].max())}",
         )
     reasons = found.why_not(alive.nonzero()[0].tolist())
@@ -239,7 +246,7 @@ def _context_ok(asked: FitQuestion) -> np.ndarray:
     return asked.costs.max_context_tokens >= longest
 
 
-def _kv_ok(asked: FitQuestion, blocks: np.ndarray) -> np.ndarray:
+def _kv_ok(asked: FitQuestion, blocks: int | np.ndarray) -> np.ndarray:
     left = asked.view.kv_blocks_free - blocks
     fits = left >= asked.cell.kv_reserve
     idle = asked.view.num_inflight == 0

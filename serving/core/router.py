@@ -472,7 +472,7 @@ class Router:
             reserved_at_s=now_s,
             expires_at_s=now_s + self.config.lease_s,
             prefill_tokens=0 if decodes else max(1, uncached),
-            kv_blocks=int(choice.found.kv_blocks[row]),
+            kv_blocks=choice.found.blocks_on(row),
             kv_tokens=request.num_prompt_tokens + (0.5 * length if decodes else 0.0),
             decode_tokens=length if decodes else 0.0,
             tokens_per_s=context.decode_tokens_per_s(row) if decodes else 0.0,

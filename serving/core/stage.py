@@ -135,7 +135,7 @@ class StageChooser:
                 exclude=given.exclude,
             )
         )
-        if not found.mask.any():
+        if not np.count_nonzero(found.mask):
             raise_infeasible(found, given.cell)
         hashes, cached = self._cached(given, found, costs, learned.prefix_index)
         keep, cluster = self._keep(given, learned)
@@ -216,8 +216,9 @@ class StageChooser:
             self._hashers[block] = hasher
         request = given.request
         hashes = hasher.hashes(request.token_ids, salt=request.cache_salt)
-        cached = index.cached_blocks(hashes, given.view.workers).astype(np.int32) * block
-        cached *= costs.block_size_tokens == block
+        cached = index.cached_blocks(hashes, given.view.workers) * np.int32(block)
+        if not isinstance(costs.block_size, int):
+            cached *= costs.block_size_tokens == block
         return hashes, cached
 
     def _keep(self, given: StageInput, learned: Learned) -> tuple[np.ndarray | None, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from serving.core.placement import PlacementContext, Ranking
-from serving.policies.picking import no_feasible, rank_by
+from serving.policies.picking import no_feasible, rank_sample
 
 
 class PowerOfTwo:
@@ -15,25 +15,21 @@ class PowerOfTwo:
 
     def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
         """See `serving.core.placement.Policy`."""
-        sampled = two_of(context, rng)
-        score = np.where(sampled, context.view.num_inflight, np.inf)
-        excluded = (("not_sampled", context.feasible & ~sampled),)
-        return rank_by(score, context, rng, unit="requests", excluded=excluded)
+        rows = two_of(context, rng)
+        load = context.view.num_inflight[rows]
+        return rank_sample(rows, load, context, rng, unit="requests")
 
 
 def two_of(
     context: PlacementContext, rng: np.random.Generator, weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """Two distinct feasible rows (one, when only one is feasible).
+    """Two distinct feasible rows (one, when only one is feasible), int64.
 
     Args:
         context: the choice.
         rng: the decision's draws.
         weights: float64 [W] > 0, odds of a row; None is uniform. Drawn without replacement by
             the smallest of Exp(1) / weight (Efraimidis and Spirakis 2006).
-
-    Returns:
-        bool [W].
 
     Raises:
         Rejected: no row is feasible.
@@ -43,13 +39,9 @@ def two_of(
     if num == 0:
         raise no_feasible(context)
     if num <= 2:
-        return context.feasible.copy()
+        return rows
     if weights is None:
         first, second = int(rng.random() * num), int(rng.random() * (num - 1))
-        rows = rows[[first, second + (second >= first)]]
-    else:
-        keys = rng.standard_exponential(num) / weights[rows]
-        rows = rows[np.argpartition(keys, 1)[:2]]
-    sampled = np.zeros(len(context.feasible), bool)
-    sampled[rows] = True
-    return sampled
+        return rows[[first, second + (second >= first)]]
+    keys = rng.standard_exponential(num) / weights[rows]
+    return rows[keys.argpartition(1)[:2]]

@@ -12,7 +12,7 @@ import numpy as np
 from serving.core.placement import PlacementContext, Ranking
 from serving.core.worker import Phase
 from serving.policies.p2c import two_of
-from serving.policies.picking import rank_by
+from serving.policies.picking import rank_sample
 
 
 class PowerOfTwoWork:
@@ -33,35 +33,43 @@ class PowerOfTwoWork:
     def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
         """See `serving.core.placement.Policy`."""
         weights = None
-        if context.phase is Phase.PREFILL and context.cached_tokens.any():
+        if context.phase is Phase.PREFILL and np.count_nonzero(context.cached_tokens):
             share = context.cached_tokens / context.request.num_prompt_tokens
             weights = 1.0 + self.prefix_bias * share
-        sampled = two_of(context, rng, weights)
-        score = np.where(sampled, completion(context), np.inf)
-        excluded = (("not_sampled", context.feasible & ~sampled),)
+        rows = two_of(context, rng, weights)
         unit = "token_slowness" if context.costs is None else "s"
-        return rank_by(score, context, rng, unit=unit, excluded=excluded)
+        return rank_sample(rows, completion(context, rows), context, rng, unit=unit)
 
 
-def completion(context: PlacementContext) -> np.ndarray:
-    """Predicted seconds until each worker has done this request's work, float64 [W].
+def completion(context: PlacementContext, rows: np.ndarray) -> np.ndarray:
+    """Predicted seconds until workers have done this request's work.
 
     Without coefficients the same in tokens: outstanding work times measured slowness.
+
+    Args:
+        context: the choice.
+        rows: int64 [R], which workers.
+
+    Returns:
+        float64 [R].
     """
     view, costs = context.view, context.costs
+    speed = view.speed_factor[rows]
     if context.phase is Phase.PREFILL:
-        cached = np.minimum(context.cached_tokens, context.request.num_prompt_tokens - 1)
-        own = context.request.num_prompt_tokens - cached.astype(np.int64)
+        most = context.request.num_prompt_tokens - 1
+        own = most + 1 - np.minimum(context.cached_tokens[rows], most)
+        queued = view.queued_prefill_tokens[rows]
         if costs is None:
-            return (view.queued_prefill_tokens + own) * view.speed_factor
-        padded, chunks = costs.padded(own)
-        seconds = (view.queued_prefill_tokens + padded) * costs.prefill_token_s
-        return (seconds + chunks * costs.prefill_chunk_s) * view.speed_factor
-    outstanding = view.remaining_decode_tokens + context.request.length.mean_tokens
+            return (queued + own) * speed
+        padded, chunks = costs.padded(own, rows)
+        seconds = (queued + padded) * costs.prefill_token_s[rows]
+        return (seconds + chunks * costs.prefill_chunk_s[rows]) * speed
+    outstanding = view.remaining_decode_tokens[rows] + context.request.length.mean_tokens
     if costs is None:
-        return outstanding * view.speed_factor
+        return outstanding * speed
     # All requests of a step advance together: n + 1 tokens every t(S + r) seconds.
-    num = view.num_inflight + 1.0
-    step_s = costs.expert_s * costs.total_experts * (1.0 - costs.miss**num)
-    step_s += costs.step_base_s + costs.request_s * num + costs.attention_s * view.kv_tokens
-    return context.transfer_s + outstanding * step_s * view.speed_factor / num
+    num = view.num_inflight[rows] + 1.0
+    step_s = costs.expert_s[rows] * costs.total_experts[rows] * (1.0 - costs.miss[rows] ** num)
+    step_s += costs.step_base_s[rows] + costs.request_s[rows] * num
+    step_s += costs.attention_s[rows] * view.kv_tokens[rows]
+    return context.transfer_s[rows] + outstanding * step_s * speed / num

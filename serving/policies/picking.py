@@ -63,6 +63,48 @@ def rank_by(
     )
 
 
+def rank_sample(
+    rows: np.ndarray,
+    score: np.ndarray,
+    context: PlacementContext,
+    rng: np.random.Generator,
+    *,
+    unit: str,
+) -> Ranking:
+    """`rank_by` over one or two sampled rows; the other feasible ones are told as not sampled.
+
+    Args:
+        rows: int64 [R], feasible, R in {1, 2}.
+        score: float64 [R], their keys.
+        context: the choice.
+        rng: the decision's draws.
+        unit: of the score.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    first, keys = 0, score.tolist()
+    for row, key in zip(rows.tolist(), keys, strict=True):
+        if key != key:
+            raise ValueError(
+                f"score of {context.view.workers[row].worker_id!r} is NaN ({unit}): never "
+                "silently the winner"
+            )
+    if len(keys) == 2:
+        first = int(rng.random() < 0.5) if keys[0] == keys[1] else int(keys[1] < keys[0])
+    full = np.full(len(context.feasible), np.inf)
+    full[rows] = score
+    unsampled = context.feasible.copy()
+    unsampled[rows] = False
+    return Ranking(
+        chosen=int(rows[first]),
+        runner_up=int(rows[1 - first]) if len(keys) == 2 else -1,
+        score=full,
+        unit=unit,
+        excluded=(("not_sampled", unsampled),),
+    )
+
+
 def no_feasible(context: PlacementContext) -> Rejected:
     """The error of a choice without candidates."""
     return Rejected(

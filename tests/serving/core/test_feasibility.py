@@ -81,7 +81,7 @@ def test_prefill_holds_the_prompt_and_needs_no_slot():
     seen = parts.view(2, phase=Phase.PREFILL, num_inflight=[50, 0], kv_blocks_free=[1000, 6])
     asked = question(seen, phase=Phase.PREFILL)
     assert whys(asked) == ["", "kv_blocks"]
-    assert asked.kv_blocks().tolist() == [7, 7]
+    assert asked.kv_blocks() == 7
 
 
 def test_excluded_workers():
@@ -184,4 +184,15 @@ def test_length_band_not_max_tokens_reserves_kv():
     asked = question(
         request=parts.request(max_tokens=3000, length=LengthBand(mean_tokens=5, p95_tokens=12))
     )
-    assert asked.kv_blocks().tolist() == [7] * 4
+    assert asked.kv_blocks() == 7
+
+
+def test_blocks_follow_each_workers_block_size():
+    workers = (
+        parts.worker("a"),
+        parts.worker("b", capabilities=parts.capabilities(block_size_tokens=64)),
+    )
+    length = LengthBand(mean_tokens=20.0, p95_tokens=44.5)
+    asked = question(parts.view(2, workers=workers), request=parts.request(length=length))
+    found = feasibility(asked)
+    assert [found.blocks_on(0), found.blocks_on(1)] == [10, 3]

@@ -141,9 +141,7 @@ def test_uncalibrated_fleets_are_recorded_without_prices():
 
 def test_a_sampled_cell_prices_the_sampled_only():
     policy = make_policy("expert_cost", sample_above=8, num_near=3, num_light=3)
-    rig = parts.Rig(
-        num_decode=14, decode_policy=policy, config=RouterConfig(record_everyone=1.0)
-    )
+    rig = parts.Rig(num_decode=14, decode_policy=policy, config=RouterConfig(record_everyone=1.0))
     busy(rig)
     rig.serve(parts.request(), end=False)
     stage = decision(rig, Phase.DECODE).stage

@@ -139,7 +139,9 @@ def test_kv_moves_to_equal_pages_only_and_stays_where_it_is_anyway():
     rig.fleet.add(parts.worker("both", Role.BOTH, capabilities=pages), rig.clock.now_s)
     asked = parts.request()
     for source, wanted in (("p0", "d0"), ("both", "both")):
-        placed = decode(rig, dataclasses.replace(asked, request_id=source), prefill_worker_id=source)
+        placed = decode(
+            rig, dataclasses.replace(asked, request_id=source), prefill_worker_id=source
+        )
         assert placed.worker.worker_id == wanted
     assert decode(rig, parts.request("r3"), prefill_worker_id="left already").worker is not None
 
