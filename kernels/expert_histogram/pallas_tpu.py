@@ -1,0 +1,475 @@
+"""The histogram as a Pallas kernel for TPUs.
+
+Tokens lie in lanes, layers in sublanes. Three engines share the work:
+
+1. Vector unit. The K ids of a token become one bit mask (`1 << id`, or-ed over K), so
+   everything after is independent of K. Out-of-range ids shift by 32 or more, or by a
+   negative amount read as unsigned: both give 0, in XLA's definition as on the chip.
+2. Matrix unit. Masking one bit in each byte of the masks yields 32 rows of the one-hot
+   matrix [experts, tokens] per instruction; the product with the 0/1 matrix
+   [output rows, tokens] sums over tokens, wherever a block begins or ends. A row's value
+   is a power of two that depends on its bit only; it is divided out at the end.
+3. The products are added to an accumulator in vector memory at a dynamic row, so ragged
+   and packed requests cost what aligned ones do.
+
+At the end the accumulator is scaled, packed to the output dtype, its lanes put into the
+order of the experts, and stored as [block, layer, expert]: no copy is left for XLA.
+`pallas_tpu_layout` says which bit becomes which row.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.expert_histogram.arg_specs import HistogramSpec
+from kernels.expert_histogram.errors import BackendUnavailableError
+from kernels.expert_histogram.pallas_tpu_layout import (
+    COPY_PITCH,
+    GROUP_EXPERTS,
+    SUBLANES,
+    WORD_BITS,
+    Layout,
+    layout_of,
+)
+from kernels.expert_histogram.tuned import INTERPRET_CONFIG, LANES, TPU_CONFIGS, TpuConfig
+
+_NO_BLOCK = 2**30
+_EVERY_BYTE = 0x01010101
+
+
+class _Step:
+    """One grid step: the references and static sizes that its parts share."""
+
+    def __init__(self, layout: Layout, at, ids: Sequence, blocks, accumulator, words, bounds):
+        self.layout = layout
+        self.ids = [
+            ref.reshape(layout.num_layer_groups * SUBLANES * layout.top_k_block, LANES)
+            for ref in ids
+        ]
+        self.blocks = blocks
+        self.accumulator = accumulator
+        self.words = words
+        self.first_rows, self.last_rows = bounds
+        self.first_tile_row = at[0] * layout.tile_rows
+        self.step = at[1]
+        copy = _sublane() // layout.num_words
+        is_int8 = layout.config.operand_dtype == "int8"
+        self.bit_masks = []
+        for step in range(layout.num_words):
+            bit = step + layout.num_words * copy
+            # Float8 takes bits 3..6 only: they are the normal numbers with one bit set.
+            shift = bit if is_int8 else 3 + bit % 4
+            self.bit_masks.append(jnp.full_like(shift, _EVERY_BYTE) << shift)
+
+    def row_bounds(self, dot: int) -> tuple[jax.Array, jax.Array]:
+        """First and last output row of this tile that a product touches."""
+        at = self.step * self.layout.dots_per_step + dot
+        low, high = self.first_tile_row, self.first_tile_row + self.layout.tile_rows - 1
+        return jnp.maximum(self.first_rows[at], low), jnp.minimum(self.last_rows[at], high)
+
+    def selector(self, dot: int, row: jax.Array) -> jax.Array:
+        """[window_rows, dot_tokens] of 0/1: which token lies in which row from `row` on."""
+        layout = self.layout
+        tokens = layout.dot_tokens
+        block = self.blocks[:, pl.ds(dot * tokens, tokens)]
+        token = self.step * (layout.dots_per_step * tokens) + dot * tokens
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
+        block = jnp.where(lane < layout.spec.num_tokens - token, block, -1)
+        rows = jax.lax.broadcasted_iota(jnp.int32, (layout.window_rows, tokens), 0)
+        inside = rows == block - row
+        if layout.config.operand_dtype == "int8":
+            return inside.astype(jnp.int32).astype(jnp.int8)
+        return inside.astype(jnp.float32).astype(jnp.float8_e4m3fn)
+
+    def build_words(self, dot: int, group: jax.Array | int, column: int, buffer: int) -> None:
+        """Bit masks of eight layers and 128 tokens, into the buffer."""
+        layout = self.layout
+        num_words = layout.num_expert_groups * layout.num_words
+        masks: list[jax.Array] = []
+        for rank in range(layout.spec.top_k):
+            part = rank // layout.top_k_block
+            ref = self.ids[(dot * layout.dot_columns + column) * layout.num_top_k_blocks + part]
+            start = group * (SUBLANES * layout.top_k_block) + rank % layout.top_k_block
+            expert = ref[pl.ds(start, SUBLANES, stride=layout.top_k_block), :]
+            one = jnp.ones_like(expert)
+            bits = [jax.lax.shift_left(one, expert - WORD_BITS * w) for w in range(num_words)]
+            masks = [m | b for m, b in zip(masks, bits, strict=True)] if masks else bits
+        for index, mask in enumerate(masks):
+            expert_group, word = divmod(index, layout.num_words)
+            block = buffer * layout.word_rows
+            block += (expert_group * layout.dot_columns + column) * SUBLANES * COPY_PITCH
+            for copy in range(layout.num_copies):
+                sublane = copy * layout.num_words + word
+                at = block + sublane * COPY_PITCH
+                self.words[pl.ds(at, SUBLANES), :] = self._aligned_bits(mask, copy)
+
+    def _aligned_bits(self, mask: jax.Array, copy: int) -> jax.Array:
+        if self.layout.config.operand_dtype == "int8":
+            return mask
+        # This copy's bits, 0..3 or 4..7 of every byte, go to bits 3..6.
+        if copy * self.layout.num_words < 4:
+            return jax.lax.shift_left(mask, jnp.full_like(mask, 3))
+        return jax.lax.shift_right_logical(mask, jnp.full_like(mask, 1))
+
+    def multiply(
+        self,
+        selector: jax.Array,
+        row: jax.Array,
+        group: jax.Array | int,
+        first_layer: int,
+        expert_group: int,
+        buffer: int,
+    ) -> None:
+        """Adds the counts of some layers of a group to the accumulator, from `row` on."""
+        layout = self.layout
+        operand_dtype = jnp.dtype(layout.config.operand_dtype)
+        columns = []
+        for column in range(layout.dot_columns):
+            block = buffer * layout.word_rows
+            block += (expert_group * layout.dot_columns + column) * SUBLANES * COPY_PITCH
+            rows = []
+            for layer in range(first_layer, first_layer + layout.layers_per_dot):
+                words = self.words[pl.ds(block + layer, SUBLANES, stride=COPY_PITCH), :]
+                rows += [pltpu.bitcast(words & mask, operand_dtype) for mask in self.bit_masks]
+            columns.append(jnp.concatenate(rows, axis=0))
+        one_hot = jnp.concatenate(columns, axis=1)
+        counts = jax.lax.dot_general(
+            selector,
+            one_hot,
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=self.accumulator.dtype,
+        )
+        for index in range(layout.layers_per_dot):
+            layer = group * SUBLANES + first_layer + index
+            at = layout.accumulator_row(expert_group) + layer * layout.pitch
+            at += row - self.first_tile_row
+            part = counts[:, index * layout.group_rows : (index + 1) * layout.group_rows]
+            self.accumulator[pl.ds(at, layout.window_rows), : layout.group_rows] += part
+
+    def products(self) -> list[tuple[int, int]]:
+        """(first layer, expert group) of the products of eight layers."""
+        return [
+            (first_layer, expert_group)
+            for first_layer in range(0, SUBLANES, self.layout.layers_per_dot)
+            for expert_group in range(self.layout.num_expert_groups)
+        ]
+
+    def run_windows(self, dot: int, first_window: int) -> None:
+        """All windows of a product from `first_window` on, in little code."""
+        first, last = self.row_bounds(dot)
+
+        def window(index: jax.Array, carry: None) -> None:
+            row = first + index * self.layout.window_rows
+            selector = self.selector(dot, row)
+
+            def layer_group(group: jax.Array, carry: None) -> None:
+                for column in range(self.layout.dot_columns):
+                    self.build_words(dot, group, column, 0)
+                for first_layer, expert_group in self.products():
+                    self.multiply(selector, row, group, first_layer, expert_group, 0)
+                return carry
+
+            return jax.lax.fori_loop(0, self.layout.num_layer_groups, layer_group, carry)
+
+        num_windows = (last - first) // self.layout.window_rows + 1
+        jax.lax.fori_loop(first_window, num_windows, window, None)
+
+    def run_first_windows(self) -> None:
+        """The first window of every product, as one software pipeline.
+
+        While the matrix unit works on eight layers, the vector unit builds the words of
+        the next eight.
+        """
+        layout = self.layout
+        last_row = self.first_tile_row + layout.tile_rows - 1
+        stages = [
+            (dot, group)
+            for dot in range(layout.dots_per_step)
+            for group in range(layout.num_layer_groups)
+        ]
+        products = self.products()
+        selector, row = jnp.zeros(()), self.first_tile_row
+        for column in range(layout.dot_columns):
+            self.build_words(0, 0, column, 0)
+        for at, (dot, group) in enumerate(stages):
+            if group == 0:
+                # A product without a token in this tile selects nothing; its row is any.
+                row = jnp.clip(self.row_bounds(dot)[0], self.first_tile_row, last_row)
+                selector = self.selector(dot, row)
+            built = 0
+            for index, (first_layer, expert_group) in enumerate(products):
+                self.multiply(selector, row, group, first_layer, expert_group, at % 2)
+                if at + 1 < len(stages):
+                    until = (index + 1) * layout.dot_columns // len(products)
+                    for column in range(built, until):
+                        self.build_words(*stages[at + 1], column, (at + 1) % 2)
+                    built = until
+
+
+def _sublane() -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0)
+
+
+def _lane() -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+
+
+def _kernel(first_rows, last_rows, first_steps, last_steps, *refs, layout: Layout) -> None:
+    num_inputs = layout.columns_per_step * layout.num_top_k_blocks
+    ids, (blocks, out, accumulator, words) = refs[:num_inputs], refs[num_inputs:]
+    tile, step_index = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(step_index == 0)
+    def _() -> None:
+        _clear(accumulator)
+
+    @pl.when((step_index >= first_steps[tile]) & (step_index <= last_steps[tile]))
+    def _() -> None:
+        at, bounds = (tile, step_index), (first_rows, last_rows)
+        step = _Step(layout, at, ids, blocks, accumulator, words, bounds)
+        if layout.config.pipelined:
+            step.run_first_windows()
+        for dot in range(layout.dots_per_step):
+            step.run_windows(dot, 1 if layout.config.pipelined else 0)
+
+    @pl.when(step_index == layout.num_steps - 1)
+    def _() -> None:
+        _write(layout, accumulator, out)
+
+
+def _clear(accumulator) -> None:
+    rows = SUBLANES * SUBLANES
+
+    def clear(index: jax.Array, carry: None) -> None:
+        zeros = jnp.zeros((rows, LANES), accumulator.dtype)
+        accumulator[pl.ds(index * rows, rows), :] = zeros
+        return carry
+
+    jax.lax.fori_loop(0, accumulator.shape[0] // rows, clear, None)
+
+
+def _write(layout: Layout, accumulator, out) -> None:
+    """Scales, packs and reorders the accumulator into the output tile."""
+    spec = layout.spec
+    num_words = layout.num_words
+    lane = _lane()
+    bit = lane // WORD_BITS + num_words * (lane // 4 % SUBLANES // num_words)
+    # The lane that holds expert `lane` of a group; lanes past the last expert are not kept.
+    source = WORD_BITS * (lane % 8 % num_words)
+    source += 4 * (lane % 8 // num_words * num_words + lane // WORD_BITS) + lane // 8 % 4
+    source = jnp.minimum(source, LANES - 1)
+    is_int8 = layout.config.operand_dtype == "int8"
+    # Reciprocals of the values of float8_e4m3fn with just bit 3, 4, 5 or 6 set.
+    fold = bit % 4
+    scale = jnp.where(fold == 0, 64.0, jnp.where(fold == 1, 32.0, jnp.where(fold == 2, 8.0, 0.5)))
+
+    def write_row(row: jax.Array) -> None:
+        for first_layer in range(0, spec.num_layers, layout.out_rows):
+            for group in range(layout.num_expert_groups):
+                packed = None
+                for part in range(layout.counts_per_word):
+                    at = layout.accumulator_row(group) + (first_layer + part) * layout.pitch + row
+                    stride = layout.counts_per_word * layout.pitch
+                    sums = accumulator[pl.ds(at, SUBLANES, stride=stride), :]
+                    if is_int8:  # bit 7 of an int8 is -128
+                        counts = jax.lax.shift_right_logical(jnp.abs(sums), bit)
+                    else:
+                        counts = (sums * scale).astype(jnp.int32)
+                    counts = counts << (part * 8 * spec.dtype.itemsize)
+                    packed = counts if packed is None else packed | counts
+                packed = jnp.take_along_axis(packed, source, axis=1)
+                if layout.counts_per_word > 1:
+                    packed = pltpu.bitcast(packed, spec.dtype)
+                layers = min(layout.out_rows, spec.num_layers - first_layer)
+                experts = min(GROUP_EXPERTS, spec.num_experts - group * GROUP_EXPERTS)
+                out[
+                    row,
+                    first_layer : first_layer + layers,
+                    group * GROUP_EXPERTS : group * GROUP_EXPERTS + experts,
+                ] = packed[:layers, :experts]
+
+    rows_per_loop = min(layout.config.rows_per_loop, layout.tile_rows)
+
+    def write_rows(index: jax.Array, carry: None) -> None:
+        # The last iteration repeats rows instead of leaving the tile.
+        first = jnp.minimum(index * rows_per_loop, layout.tile_rows - rows_per_loop)
+        for row in range(rows_per_loop):
+            write_row(first + row)
+        return carry
+
+    jax.lax.fori_loop(0, -(-layout.tile_rows // rows_per_loop), write_rows, None)
+
+
+def _row_bounds(block_of_token: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """[num_dots] first and last existing output row among each product's tokens."""
+    spec = layout.spec
+    padding = layout.padded_tokens - spec.num_tokens
+    block = jnp.pad(block_of_token, (0, padding), constant_values=-1) if padding else block_of_token
+    block = block.reshape(layout.num_dots, layout.dot_tokens)
+    exists = (block >= 0) & (block < spec.num_blocks)
+    first = jnp.where(exists, block, _NO_BLOCK).min(axis=1)
+    last = jnp.where(exists, block, -1).max(axis=1)
+    return first, last
+
+
+def _step_bounds(
+    first_rows: jax.Array, last_rows: jax.Array, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """[num_tiles] first and last grid step with a token of each tile of output rows."""
+    first = first_rows.reshape(layout.num_steps, layout.dots_per_step).min(axis=1)
+    last = last_rows.reshape(layout.num_steps, layout.dots_per_step).max(axis=1)
+    low = jnp.arange(layout.num_tiles, dtype=jnp.int32)[:, None] * layout.tile_rows
+    touched = (first < low + layout.tile_rows) & (last >= low)
+    step = jnp.arange(layout.num_steps, dtype=jnp.int32)
+    first_step = jnp.where(touched, step, _NO_BLOCK).min(axis=1)
+    last_step = jnp.where(touched, step, -1).max(axis=1)
+    return first_step, last_step
+
+
+def _ids_spec(layout: Layout, column: int, part: int) -> pl.BlockSpec:
+    last_column = -(-layout.spec.num_tokens // LANES) - 1
+
+    def index(tile, step, _first, _last, first_steps, last_steps):
+        if layout.num_tiles > 1:
+            # Steps outside the tile's range repeat a block, so that nothing is fetched.
+            step = jnp.clip(step, jnp.minimum(first_steps[tile], layout.num_steps - 1), None)
+            step = jnp.clip(step, None, jnp.maximum(last_steps[tile], 0))
+        at = step * layout.columns_per_step + column
+        return 0, part, jnp.minimum(at, last_column)
+
+    return pl.BlockSpec((layout.num_layer_groups * SUBLANES, layout.top_k_block, LANES), index)
+
+
+def call_kernel(
+    ids: jax.Array,
+    block_of_token: jax.Array,
+    spec: HistogramSpec,
+    config: TpuConfig,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Runs the kernel with given block sizes.
+
+    Args:
+        ids: [L, K, T] int32.
+        block_of_token: [T] int32.
+        spec: the call's sizes.
+        config: block sizes.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        [num_blocks, L, E] of `spec.dtype`.
+    """
+    layout = layout_of(spec, config)
+    if spec.top_k == 3:  # three rows have no tiling of their own
+        ids = jnp.pad(ids, ((0, 0), (0, 1), (0, 0)), constant_values=-1)
+    first_rows, last_rows = _row_bounds(block_of_token, layout)
+    step_bounds = _step_bounds(first_rows, last_rows, layout)
+    ids_specs = [
+        _ids_spec(layout, column, part)
+        for column in range(layout.columns_per_step)
+        for part in range(layout.num_top_k_blocks)
+    ]
+    step_tokens = layout.columns_per_step * LANES
+    accumulator_dtype = jnp.int32 if config.operand_dtype == "int8" else jnp.float32
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        grid=(layout.num_tiles, layout.num_steps),
+        in_specs=[
+            *ids_specs,
+            pl.BlockSpec((1, step_tokens), lambda tile, step, *_: (0, step)),
+        ],
+        out_specs=pl.BlockSpec(
+            (layout.tile_rows, spec.num_layers, spec.num_experts),
+            lambda tile, step, *_: (tile, 0, 0),
+        ),
+        scratch_shapes=[
+            pltpu.VMEM((layout.accumulator_rows, LANES), accumulator_dtype),
+            pltpu.VMEM((2 * layout.word_rows, LANES), jnp.int32),
+        ],
+    )
+    one_hot_rows = spec.num_layers * layout.num_expert_groups * layout.group_rows
+    cost = pl.CostEstimate(
+        flops=2 * layout.window_rows * one_hot_rows * layout.padded_tokens,
+        bytes_accessed=ids.size * 4 + spec.num_tokens * 4 + _out_bytes(spec),
+        transcendentals=0,
+    )
+    call = pl.pallas_call(
+        functools.partial(_kernel, layout=layout),
+        grid_spec=grid_spec,
+        out_shape=jax.ShapeDtypeStruct(spec.out_shape, spec.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=config.vmem_bytes,
+            disable_bounds_checks=True,
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name="expert_histogram",
+    )
+    return call(
+        first_rows,
+        last_rows,
+        *step_bounds,
+        *([ids] * len(ids_specs)),
+        block_of_token.reshape(1, spec.num_tokens),
+    )
+
+
+def _out_bytes(spec: HistogramSpec) -> int:
+    num_blocks, num_layers, num_experts = spec.out_shape
+    return num_blocks * num_layers * num_experts * spec.dtype.itemsize
+
+
+def expert_histogram(ids: jax.Array, block_of_token: jax.Array, spec: HistogramSpec) -> jax.Array:
+    """See `kernels.expert_histogram.api.expert_histogram`; the arguments are checked.
+
+    The chip is the default device's, or while compiling ahead of time that of the mesh
+    set by `jax.sharding.use_abstract_mesh`.
+
+    Args:
+        ids: [L, K, T] int32.
+        block_of_token: [T] int32.
+        spec: the call's sizes.
+
+    Returns:
+        [num_blocks, L, E] of `spec.dtype`.
+
+    Raises:
+        BackendUnavailableError: there is no TPU, or none that the kernel is tuned for.
+    """
+    return call_kernel(ids, block_of_token, spec, TPU_CONFIGS[current_chip()])
+
+
+def interpreted_expert_histogram(
+    ids: jax.Array, block_of_token: jax.Array, spec: HistogramSpec
+) -> jax.Array:
+    """The same kernel, interpreted: slow, on any platform."""
+    return call_kernel(ids, block_of_token, spec, INTERPRET_CONFIG, interpret=True)
+
+
+def current_chip() -> str:
+    """Name in `TPU_CONFIGS` of the chip that is compiled for.
+
+    Raises:
+        BackendUnavailableError: there is no TPU, or none that the kernel is tuned for.
+    """
+    try:
+        version = str(pltpu.get_tpu_info().chip_version.value)
+    except ValueError as error:
+        raise BackendUnavailableError(
+            f"backend=pallas_tpu: {error}; it needs a TPU, or to compile ahead of time the "
+            "mesh of a TPU topology (jax.sharding.use_abstract_mesh); pallas_tpu_interpret "
+            "runs anywhere, slowly"
+        ) from error
+    chip = {"7x": "tpu7x"}.get(version, version)
+    if chip not in TPU_CONFIGS:
+        raise BackendUnavailableError(
+            f"backend=pallas_tpu: {chip=} has no tuned parameters; "
+            f"there are some for {', '.join(TPU_CONFIGS)}"
+        )
+    return chip

@@ -1,0 +1,11 @@
+"""Strict dtypes for every test of the histogram."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def strict_dtypes():
+    """Under test no value is promoted silently."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
