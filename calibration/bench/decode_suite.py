@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from calibration.bench.decode_step import REPEATS, DecodeFit, fit_decode_steps
+from calibration.bench.decode_step import PASSES, DecodeFit, fit_decode_steps
 from calibration.bench.report import BenchOptions, BenchReport, Table
 from eldr_jax.checkpoint import load_model_dir
 from eldr_jax.runner import PagedRunner
@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _MODEL = _ROOT / "configs/artefacts/reference_model"
 _PROMPTS = _ROOT / "configs/prompts/demo.jsonl"
 _PROMPT_TOKENS = 32
-_NUM_STEPS = 192
+_NUM_STEPS = 48
 
 
 def run(options: BenchOptions) -> BenchReport:
@@ -31,14 +31,16 @@ def run(options: BenchOptions) -> BenchReport:
         OSError: the model or the prompts are missing.
     """
     config, params = load_model_dir(_MODEL)
-    runner = PagedRunner(config, params, num_blocks=64, token_buckets=(16, 32))
+    runner = PagedRunner(
+        config, params, num_blocks=_NUM_STEPS * max(BATCHES) * 2, token_buckets=(16, 32)
+    )
     prompts = _prompts()
     fits = [
         fit_decode_steps(
             runner,
             prompts,
             batch,
-            num_steps=2 * batch if options.quick else _NUM_STEPS,
+            num_steps=batch if options.quick else _NUM_STEPS,
             rng=np.random.default_rng((options.seed, batch)),
             clock=SystemClock(),
             progress=lambda done, total, batch=batch: (
@@ -80,7 +82,7 @@ def _table(fits: list[DecodeFit]) -> Table:
             )
             for fit in fits
         ),
-        note=f"each step is the fastest of {REPEATS} runs; an expert counts once in each layer",
+        note=f"each step is the fastest of {PASSES} runs; an expert counts once in each layer",
     )
 
 

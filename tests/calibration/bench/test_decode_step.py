@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from calibration.bench.decode_step import REPEATS, fit_decode_steps
+from calibration.bench.decode_step import PASSES, fit_decode_steps
 from eldr_jax.config import ModelConfig
 from eldr_jax.model import init_params
 from eldr_jax.runner import PagedRunner
@@ -55,7 +55,7 @@ class WatchedRunner(PagedRunner):
 def runner():
     params = init_params(CONFIG, jax.random.key(0))
     return WatchedRunner(
-        CONFIG, params, num_blocks=16, block_size=8, token_buckets=(16,), max_blocks_per_seq=4
+        CONFIG, params, num_blocks=64, block_size=8, token_buckets=(16,), max_blocks_per_seq=4
     )
 
 
@@ -79,7 +79,20 @@ def test_finds_the_slope_with_tokens_held_fixed(runner):
     assert fit.r2 == pytest.approx(1.0)
     assert fit.experts_min < fit.experts_max
     decode = [size for size in runner.sizes if size[1] == 4]
-    assert decode == [(4, 4)] * (8 * REPEATS)
+    assert decode == [(4, 4)] * (8 * PASSES)
+
+
+def test_refuses_too_few_blocks(runner):
+    with pytest.raises(ValueError, match="need 80 blocks"):
+        fit_decode_steps(
+            runner,
+            _prompts(4),
+            4,
+            num_steps=10,
+            rng=np.random.default_rng(0),
+            clock=ExpertClock(runner),
+            progress=lambda done, total: None,
+        )
 
 
 def test_refuses_too_few_prompts(runner):
