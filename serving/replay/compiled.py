@@ -64,7 +64,7 @@ if numba is None:
 else:
 
     @jit
-    def row_of(key: Any, token: int, start: int, num_rows: int) -> int:
+    def row_of(key: Any, token: int, start: int, num_rows: int) -> Any:
         """See `_row_of_python`."""
         value = key + np.uint64(token) * np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -73,7 +73,7 @@ else:
         return start + np.int64(value % np.uint64(num_rows))
 
     @jit
-    def _popcount(value: Any) -> int:
+    def _popcount(value: Any) -> Any:
         # The idiom LLVM turns into one instruction.
         value = value - ((value >> np.uint64(1)) & np.uint64(0x5555555555555555))
         low = value & np.uint64(0x3333333333333333)
