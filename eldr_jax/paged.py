@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eldr_jax import layers
@@ -49,6 +50,9 @@ class KvPool(NamedTuple):
     values: tuple[jax.Array, ...]
 
 
+Rows = jax.Array | np.ndarray
+
+
 class StepInput(NamedTuple):
     """What one step works on.
 
@@ -62,12 +66,12 @@ class StepInput(NamedTuple):
         over real tokens; -1 for none.
     """
 
-    token_ids: jax.Array
-    positions: jax.Array
-    sequences: jax.Array
-    block_tables: jax.Array
-    logit_rows: jax.Array
-    count_rows: jax.Array
+    token_ids: Rows
+    positions: Rows
+    sequences: Rows
+    block_tables: Rows
+    logit_rows: Rows
+    count_rows: Rows
 
 
 class StepOutput(NamedTuple):
@@ -150,7 +154,7 @@ def paged_step(
     expert_ids = jnp.stack(all_ids)
     counts = expert_histogram(
         expert_ids,
-        step.count_rows,
+        jnp.asarray(step.count_rows),
         num_blocks=num_count_rows(num_tokens, num_sequences, block_size),
         num_experts=config.num_experts,
         block_size=block_size,
@@ -166,7 +170,7 @@ def paged_step(
     return KvPool(tuple(new_keys), tuple(new_values)), output
 
 
-def _map_tiles(fn: Callable[..., Any], *rows: jax.Array, row_tile: int | None) -> Any:
+def _map_tiles(fn: Callable[..., Any], *rows: Rows, row_tile: int | None) -> Any:
     """Applies `fn` to `row_tile` rows at a time (to all of them when None)."""
     if row_tile is None:
         return fn(*rows)

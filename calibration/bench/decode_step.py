@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from eldr_jax.paged import KvPool
 from eldr_jax.runner import Chunk, PagedRunner
@@ -94,15 +93,16 @@ def fit_decode_steps(
             points[index] = result.distinct_experts, min(points[index, 1], elapsed_ms)
         progress(number + 1, PASSES)
     experts, milliseconds = points.T
-    line = stats.linregress(experts, milliseconds)
+    slope_ms, intercept_ms = np.polyfit(experts, milliseconds, 1)
+    correlation = np.corrcoef(experts, milliseconds)[0, 1]
     return DecodeFit(
         batch=batch,
         num_steps=num_steps,
         experts_min=float(experts.min()),
         experts_max=float(experts.max()),
-        slope_ms=float(line.slope),
-        intercept_ms=float(line.intercept),
-        r2=float(line.rvalue**2),
+        slope_ms=float(slope_ms),
+        intercept_ms=float(intercept_ms),
+        r2=float(correlation**2),
     )
 
 

@@ -9,6 +9,7 @@ says so itself where that is missing.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from kernels.expert_histogram.arg_specs import HistogramSpec
@@ -29,7 +30,7 @@ def check_values(ids: jax.Array, block_of_token: jax.Array, spec: HistogramSpec)
             block or more than block_size tokens in one block.
         checkify.JaxRuntimeError: the same, when the caller throws a traced check's error.
     """
-    if isinstance(ids, jax.core.Tracer) or isinstance(block_of_token, jax.core.Tracer):
+    if isinstance(ids, Tracer) or isinstance(block_of_token, Tracer):
         _check_traced(ids, block_of_token, spec)
     else:
         _check_concrete(np.asarray(ids), np.asarray(block_of_token), spec)

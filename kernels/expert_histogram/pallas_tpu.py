@@ -17,6 +17,7 @@ order of the experts, and stored as [block, layer, expert]: no copy is left for 
 `pallas_tpu_layout` says which bit becomes which row.
 """
 
+import enum
 import functools
 from collections.abc import Sequence
 
@@ -281,6 +282,7 @@ def _write(layout: Layout, accumulator, out) -> None:
                         counts = (sums * scale).astype(jnp.int32)
                     counts = counts << (part * 8 * spec.dtype.itemsize)
                     packed = counts if packed is None else packed | counts
+                assert packed is not None
                 packed = jnp.take_along_axis(packed, source, axis=1)
                 if layout.counts_per_word > 1:
                     packed = pltpu.bitcast(packed, spec.dtype)
@@ -459,13 +461,14 @@ def current_chip() -> str:
         BackendUnavailableError: there is no TPU, or none that the kernel is tuned for.
     """
     try:
-        version = str(pltpu.get_tpu_info().chip_version.value)
+        found = pltpu.get_tpu_info().chip_version
     except ValueError as error:
         raise BackendUnavailableError(
             f"backend=pallas_tpu: {error}; it needs a TPU, or to compile ahead of time the "
             "mesh of a TPU topology (jax.sharding.use_abstract_mesh); pallas_tpu_interpret "
             "runs anywhere, slowly"
         ) from error
+    version = str(found.value) if isinstance(found, enum.Enum) else str(found)
     chip = {"7x": "tpu7x"}.get(version, version)
     if chip not in TPU_CONFIGS:
         raise BackendUnavailableError(

@@ -61,7 +61,7 @@ def compare_distinct_experts(
         sums += pair[drawn].sum(axis=1)
     drawn_pct = _percent(sums)
     return Comparison(
-        mean_pct=float(_percent(sum(pair.sum(axis=0) for pair in rounds)[None])[0]),
+        mean_pct=float(_percent(np.concatenate(rounds).sum(axis=0)[None])[0]),
         low_pct=float(np.percentile(drawn_pct, 2.5)),
         high_pct=float(np.percentile(drawn_pct, 97.5)),
         per_round_pct=tuple(float(_percent(pair.sum(axis=0)[None])[0]) for pair in rounds),
