@@ -6,22 +6,26 @@ import sys
 from pathlib import Path
 
 import msgspec
-from absl import app, flags
+from absl import flags
 
 from calibration.bench.registry import SUITES, load_suite
 from calibration.bench.report import BenchOptions, BenchReport, render
+from eldr_jax.command_line import run_binary
 from serving.core.errors import ConfigError
 
-_SUITE = flags.DEFINE_string("suite", None, f"One of {sorted(SUITES)}.", required=True)
-_OUT = flags.DEFINE_string("out", None, "File for the JSON report.")
-_QUICK = flags.DEFINE_bool("quick", False, "Few repeats: checks the suite, measures little.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of every draw.")
-_PEER_PYTHON = flags.DEFINE_string(
-    "peer_python",
-    "",
-    "Python of an environment that has the peer's package, for suites that run beside one; "
-    "this python when empty.",
-)
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string("suite", None, f"One of {sorted(SUITES)}.", required=True)
+    flags.DEFINE_string("out", None, "File for the JSON report.")
+    flags.DEFINE_bool("quick", False, "Few repeats: checks the suite, measures little.")
+    flags.DEFINE_integer("seed", 0, "Of every draw.")
+    flags.DEFINE_string(
+        "peer_python",
+        "",
+        "Python of an environment that has the peer's package, for suites that run beside one; "
+        "this python when empty.",
+    )
 
 
 def run(suite: str, options: BenchOptions, out: str | None) -> BenchReport:
@@ -44,22 +48,23 @@ def run(suite: str, options: BenchOptions, out: str | None) -> BenchReport:
     return report
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+def main() -> None:
+    """Reads the flags, runs the suite, prints its tables."""
+    values = flags.FLAGS
     options = BenchOptions(
-        quick=_QUICK.value,
-        seed=_SEED.value,
-        peer_python=_PEER_PYTHON.value,
+        quick=values.quick,
+        seed=values.seed,
+        peer_python=values.peer_python,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    try:
-        report = run(_SUITE.value, options, _OUT.value)
-    except (ConfigError, OSError) as error:
-        print(f"bench_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(render(report))
+    print(render(run(values.suite, options, values.out)))
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ConfigError,))
 
 
 if __name__ == "__main__":
-    app.run(_main)
+    cli()

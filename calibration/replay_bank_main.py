@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from calibration.captures import read_chunks, read_manifest
 from calibration.progress import progress
+from eldr_jax.command_line import run_binary
 from serving.core.errors import ArtefactError, ConfigError
 from serving.replay.bank import (
     KIND,
@@ -21,14 +21,17 @@ from serving.replay.bank import (
     write_bank,
 )
 
-_CAPTURE = flags.DEFINE_string(
-    "capture",
-    None,
-    "Folder of calibration.capture_main or profile_main, serving side.",
-    required=True,
-)
-_OUT = flags.DEFINE_string("out", None, "File for the bank (.npz).", required=True)
-_ROWS = flags.DEFINE_integer("rows_per_prompt", 32, "Decode tokens kept per prompt, at most.")
+
+def define_flags() -> None:
+    """Declares the binary's flags; called once, by `cli`."""
+    flags.DEFINE_string(
+        "capture",
+        None,
+        "Folder of calibration.capture_main or profile_main, serving side.",
+        required=True,
+    )
+    flags.DEFINE_string("out", None, "File for the bank (.npz).", required=True)
+    flags.DEFINE_integer("rows_per_prompt", 32, "Decode tokens kept per prompt, at most.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +134,22 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        bank = run(
-            ReplayBankConfig(capture=_CAPTURE.value, out=_OUT.value, rows_per_prompt=_ROWS.value)
+def main() -> None:
+    """Reads the flags, converts, says where."""
+    values = flags.FLAGS
+    bank = run(
+        ReplayBankConfig(
+            capture=values.capture, out=values.out, rows_per_prompt=values.rows_per_prompt
         )
-    except (ArtefactError, ConfigError, OSError) as error:
-        print(f"replay_bank_main: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"bank of {bank.num_prompts} prompts and {len(bank.rows)} rows in {_OUT.value}")
+    )
+    print(f"bank of {bank.num_prompts} prompts and {len(bank.rows)} rows in {values.out}")
+
+
+def cli() -> None:
+    """Entry point."""
+    define_flags()
+    run_binary(main, (ArtefactError, ConfigError))
 
 
 if __name__ == "__main__":
-    app.run(_main)
+    cli()
