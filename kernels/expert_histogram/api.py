@@ -15,7 +15,7 @@ from types import MappingProxyType
 import jax
 from jax.typing import DTypeLike
 
-from kernels.expert_histogram import checks, pallas_tpu, xla
+from kernels.expert_histogram import checks, pallas_tpu, triton_gpu, xla
 from kernels.expert_histogram.arg_specs import HistogramSpec, spec_of_call
 from kernels.expert_histogram.errors import BackendUnavailableError, HistogramArgumentError
 
@@ -27,6 +27,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         "xla": xla.expert_histogram,
         "pallas_tpu": pallas_tpu.expert_histogram,
         "pallas_tpu_interpret": pallas_tpu.interpreted_expert_histogram,
+        "triton_gpu": triton_gpu.expert_histogram,
     }
 )
 """Every backend by name."""

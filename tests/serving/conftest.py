@@ -182,7 +182,8 @@ class Rig:
             ignore: ids of workers that were killed.
         """
         held: dict[str, Any] = {}
-        for _ in range(400):
+        # A hand-over whose answer crossed its caller's hang-up is freed by its lease (30 s).
+        for _ in range(2000):
             await self.app.relay.settle()
             held = self.held(ignore)
             if not held:

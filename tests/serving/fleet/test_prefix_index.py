@@ -262,12 +262,10 @@ def depth_in(blocks, prompt):
     return next((d for d, h in enumerate(prompt) if h not in blocks), len(prompt))
 
 
-CHAINS = [[1, 2, 3, 4, 5, 6], [1, 2, 13, 14], [21, 22, 23], [1, 32]]
-EVENT = st.one_of(
-    st.tuples(st.sampled_from(CHAINS), st.integers(0, 5), st.integers(1, 6)),
-    st.lists(st.sampled_from(sorted({h for c in CHAINS for h in c})), min_size=1, max_size=4),
-    st.none(),
-)
+CHAINS = [[1, 2, 3, 4], [1, 2, 13]]
+STORED = st.tuples(st.sampled_from(CHAINS), st.sampled_from([0, 0, 0, 1, 2]), st.integers(1, 4))
+REMOVED = st.lists(st.sampled_from([1, 2, 3, 13]), min_size=1, max_size=2)
+EVENT = st.one_of(STORED, STORED, REMOVED, REMOVED, st.none())
 
 
 def event_of(drawn):
@@ -283,12 +281,12 @@ def event_of(drawn):
             )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.data(),
-    st.lists(st.lists(EVENT, min_size=1, max_size=3), min_size=1, max_size=25),
+    st.lists(st.lists(EVENT, min_size=1, max_size=2), min_size=12, max_size=25),
     st.booleans(),
-    st.integers(1, 6),
+    st.integers(1, 4),
 )
 def test_lost_repeated_reordered_messages(data, messages, with_epochs, max_waiting):
     """The promise of `event_stream`, checked after every delivery.
@@ -304,27 +302,27 @@ def test_lost_repeated_reordered_messages(data, messages, with_epochs, max_waiti
     heard = 0
     wire = []
     for drawn in messages:
-        if data.draw(st.integers(0, 9), label="restart") == 0 and engine.sent:
+        if data.draw(st.integers(0, 11), label="restart") == 1 and engine.sent:
             if not with_epochs:
                 # Told apart by time alone, the new process must be heard from its seq 0.
                 wire.clear()
             epoch, engine = epoch + 1, Engine()
             engines[epoch] = engine
         message = engine.send(*(event_of(e) for e in drawn), epoch=epoch)
-        copies = data.draw(st.sampled_from([0, 1, 1, 1, 1, 2]), label="copies")
+        copies = data.draw(st.sampled_from([1, 1, 1, 0, 2]), label="copies")
         if not with_epochs and message.seq == 0:
             copies = 1
         for _ in range(copies):
             behind = len(wire) if with_epochs else sum(m.seq > 0 for m in wire)
             late = data.draw(st.integers(0, min(3, behind)), label="late")
             wire.insert(len(wire) - late, message)
-        while wire and data.draw(st.booleans(), label="deliver"):
+        while wire and data.draw(st.sampled_from([True, True, False]), label="deliver"):
             delivered = wire.pop(0)
             heard = max(heard, delivered.epoch)
             if not with_epochs:
                 delivered = batch(delivered.seq, *delivered.events, at=delivered.sent_at_s)
             index.apply(delivered, 0.0)
-            if data.draw(st.integers(0, 9), label="give up") == 0:
+            if data.draw(st.integers(0, 4), label="give up") == 4:
                 index.give_up("w0")
             check_promise(index, engines[heard], view)
 

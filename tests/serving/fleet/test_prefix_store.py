@@ -1,12 +1,14 @@
 """The store against a plain dict-of-sets model, and its own structure after every step."""
 
 import gc
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.fleet import key_table, prefix_store
 from serving.fleet.prefix_store import PrefixStore
 
 TTL_S = 5.0
@@ -30,9 +32,10 @@ def prompts_of(paths):
     return prompts
 
 
-PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=6).map(
-    prompts_of
-)
+# Long enough to matter, alike enough to share: small draws would leave most rules unvisited.
+PROMPTS = st.lists(
+    st.lists(st.sampled_from([0, 0, 0, 1]), min_size=4, max_size=9), min_size=2, max_size=4
+).map(prompts_of)
 COLUMN = st.integers(0, NUM_COLUMNS - 1)
 PICK = st.integers(0, 1000)
 STEPS = st.lists(
@@ -47,6 +50,7 @@ STEPS = st.lists(
         st.tuples(st.just("wait"), st.sampled_from([0.5, 2.0, 6.0])),
         st.tuples(st.just("sweep"), st.sampled_from([1, 3, 1000])),
     ),
+    min_size=15,
     max_size=40,
 )
 
@@ -158,18 +162,35 @@ def never_more(got, expected):
     assert got <= expected
 
 
+def with_few(few):
+    """Which messages go block by block and which through whole arrays; both must be right."""
+    return mock.patch.multiple(prefix_store, FEW=few), mock.patch.multiple(key_table, FEW=few)
+
+
+@pytest.mark.parametrize("few", [0, key_table.FEW])
 @settings(max_examples=60, deadline=None)
-@given(PROMPTS, STEPS)
-def test_equals_the_model(prompts, steps):
+@given(prompts=PROMPTS, steps=STEPS)
+def test_equals_the_model(few, prompts, steps):
     store = PrefixStore(max_blocks=200, max_predicted=1000, num_tiers=NUM_TIERS)
-    run(prompts, steps, store, equal)
+    in_store, in_table = with_few(few)
+    with in_store, in_table:
+        run(prompts, steps, store, equal)
 
 
+@pytest.mark.parametrize("few", [0, key_table.FEW])
 @settings(max_examples=40, deadline=None)
-@given(PROMPTS, STEPS, st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
-def test_full_store_credits_less_never_more(prompts, steps, max_blocks, max_predicted, limit):
+@given(
+    prompts=PROMPTS,
+    steps=STEPS,
+    max_blocks=st.integers(1, 12),
+    max_predicted=st.integers(1, 12),
+    limit=st.integers(1, 12),
+)
+def test_full_store_credits_less_never_more(few, prompts, steps, max_blocks, max_predicted, limit):
     store = PrefixStore(max_blocks=max_blocks, max_predicted=max_predicted, num_tiers=NUM_TIERS)
-    run(prompts, steps, store, never_more, limit)
+    in_store, in_table = with_few(few)
+    with in_store, in_table:
+        run(prompts, steps, store, never_more, limit)
     assert store.predicted.num_pairs.max() <= limit
 
 
