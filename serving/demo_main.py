@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,14 +77,17 @@ class Played:
 
 async def run(config: DemoConfig, console: Console) -> int:
     """Plays the demo; the exit status is 1 when a request failed or outputs differ."""
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", str(config.out), f"cannot be made: {error}") from error
+    _check_lengths(config)
     log_path = config.out / "decisions.jsonl"
     log_path.unlink(missing_ok=True)
     server = msgspec.structs.replace(config.server, log=LogSection(decisions=str(log_path)))
     with Progress(console) as progress:
         async with App(server, progress=progress.say) as fleet:
-            if fleet.embedded is None:
-                raise ConfigError("embedded", None, "the demo needs an embedded fleet")
+            assert fleet.embedded is not None  # _check_lengths
             for line in fleet.summary():
                 console.print(line, highlight=False, soft_wrap=True)
             played = await _play(config, fleet, progress)
@@ -118,6 +122,18 @@ async def run(config: DemoConfig, console: Console) -> int:
         soft_wrap=True,
     )
     return 1 if differing or any(run.num_failed for run in played.runs) else 0
+
+
+def _check_lengths(config: DemoConfig) -> None:
+    """Refuses prompts that no worker could hold, before anything is started."""
+    section = config.server.embedded
+    if section is None:
+        raise ConfigError("embedded", None, "the demo needs an embedded fleet")
+    limit = section.max_blocks_per_seq * section.block_size_tokens - config.output_tokens
+    for key, tokens in _token_ids(config).items():
+        if not 1 <= len(tokens) <= limit:
+            rule = f"must hold 1 to {limit} tokens, so that {config.output_tokens} more fit"
+            raise ConfigError(f"prompts[{key}]", f"{len(tokens)} tokens", rule)
 
 
 async def _play(config: DemoConfig, fleet: App, progress: Progress) -> Played:
@@ -166,6 +182,14 @@ def _token_ids(config: DemoConfig) -> dict[str, np.ndarray]:
     }
 
 
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"demo_main: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(argv: Sequence[str]) -> None:
     """Flags to config to `run`; exits 2 when a flag or config is wrong."""
     # A table needs room even where the output is a file or a pipe.
@@ -174,6 +198,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         if len(argv) > 1:
             raise ConfigError("argv", argv[1:], "takes flags only")
+        if not math.isfinite(_LOAD.value):
+            raise ConfigError("load", _LOAD.value, "must be finite")
         config = DemoConfig(
             server=load_config(Path(_CONFIG.value)),
             prompts=tuple(read_prompts(Path(_PROMPTS.value))),
@@ -191,4 +217,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

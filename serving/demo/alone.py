@@ -33,11 +33,13 @@ def generate_alone(
         tokens, start = prompt, 0
         made: list[int] = []
         while len(made) < max_tokens:
-            chunk = Chunk(token_ids=tokens, start=start, block_ids=blocks)
-            pool, result = runner.step(pool, [chunk])
-            start += len(tokens)
-            tokens = result.next_tokens[:1]
-            made.append(int(tokens[0]))
+            # A prompt longer than the largest bucket runs in chunks, as a worker would run it.
+            now, tokens = tokens[: runner.token_buckets[-1]], tokens[runner.token_buckets[-1] :]
+            pool, result = runner.step(pool, [Chunk(token_ids=now, start=start, block_ids=blocks)])
+            start += len(now)
+            if not len(tokens):
+                tokens = result.next_tokens[:1]
+                made.append(int(tokens[0]))
         outputs[key] = tuple(made)
         progress(number)
     return outputs

@@ -63,8 +63,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError("prompts", str(path), f"cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("prompts", str(path), f"cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -15,6 +15,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serving.core.clock import Clock
 from serving.core.errors import WorkerLost
@@ -26,13 +27,20 @@ _log = logging.getLogger(__name__)
 _START_SLACK_S = 1.0
 
 
+class _Started(NamedTuple):
+    """When an engine started: its uptime was read somewhere between question and answer."""
+
+    earliest_s: float
+    latest_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Watch:
     """What the poller remembers of one worker."""
 
     engine: Engine
     num_failures: int = 0
-    started_at_s: float | None = None
+    started: _Started | None = None
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -79,11 +87,11 @@ class TelemetryPoller:
         watch = self._watches[worker_id]
         try:
             report = await watch.engine.load()
-            started_at_s = await self._started_at_s(watch)
+            started = await self._started(watch)
         except WorkerLost as error:
             self._failed(worker_id, watch, error)
             return False
-        self._answered(worker_id, watch, started_at_s)
+        self._answered(worker_id, watch, started)
         self._fleet.update(worker_id, report, self._clock.monotonic_s())
         return True
 
@@ -101,14 +109,16 @@ class TelemetryPoller:
             await self.poll_once(worker_id)
             pause_s = self._interval_s * (0.9 + 0.2 * self._jitter.random())
 
-    async def _started_at_s(self, watch: _Watch) -> float | None:
+    async def _started(self, watch: _Watch) -> _Started | None:
         """When the engine started, asked only at first contact and after failures."""
-        if watch.started_at_s is not None and not watch.num_failures:
-            return watch.started_at_s
+        if watch.started is not None and not watch.num_failures:
+            return watch.started
+        asked_s = self._clock.monotonic_s()
         info = await watch.engine.server_info()
         if not info.uptime_seconds:
             return None
-        return self._clock.monotonic_s() - info.uptime_seconds
+        answered_s = self._clock.monotonic_s()
+        return _Started(asked_s - info.uptime_seconds, answered_s - info.uptime_seconds)
 
     def _failed(self, worker_id: str, watch: _Watch, error: WorkerLost) -> None:
         watch.num_failures += 1
@@ -131,14 +141,14 @@ class TelemetryPoller:
             )
             self._on_change()
 
-    def _answered(self, worker_id: str, watch: _Watch, started_at_s: float | None) -> None:
+    def _answered(self, worker_id: str, watch: _Watch, started: _Started | None) -> None:
         known = self._fleet.registry.get(worker_id)
-        before_s, watch.started_at_s = watch.started_at_s, started_at_s
+        before, watch.started = watch.started, started
         watch.num_failures = 0
         restarted = (
-            before_s is not None
-            and started_at_s is not None
-            and started_at_s > before_s + _START_SLACK_S
+            before is not None
+            and started is not None
+            and started.earliest_s > before.latest_s + _START_SLACK_S
         )
         if restarted:
             known = dataclasses.replace(known, epoch=known.epoch + 1)

@@ -38,6 +38,7 @@ class Worker:
         )
         self.problem: WorkerLost | None = None
         self.started_at_s = 0.0
+        self.answer_delay_s = 0.0
         self._clock = clock
 
     async def load(self) -> LoadReport:
@@ -46,9 +47,9 @@ class Worker:
         return LoadReport(num_running=3, num_waiting=1, kv_blocks_used=40)
 
     async def server_info(self) -> pb.GetServerInfoResponse:
-        return pb.GetServerInfoResponse(
-            uptime_seconds=self._clock.monotonic_s() - self.started_at_s
-        )
+        uptime_s = self._clock.monotonic_s() - self.started_at_s
+        self._clock.advance(self.answer_delay_s)
+        return pb.GetServerInfoResponse(uptime_seconds=uptime_s)
 
 
 class Watched:
@@ -118,6 +119,22 @@ def test_a_restart_is_a_new_epoch() -> None:
     assert (watched.info.state, watched.info.epoch) == (WorkerState.READY, 1)
     watched.poll()
     assert watched.info.epoch == 1
+
+
+def test_a_slow_answer_is_no_restart() -> None:
+    watched = Watched()
+    watched.poll()
+    watched.worker.problem = WorkerLost("w0", "slow")
+    watched.poll()
+    watched.worker.problem = None
+    watched.worker.answer_delay_s = 1.9
+    watched.poll()
+    watched.worker.problem = WorkerLost("w0", "slow")
+    watched.poll()
+    watched.worker.problem = None
+    watched.worker.answer_delay_s = 0.0
+    watched.poll()
+    assert watched.info.epoch == 0
 
 
 def test_an_engine_that_says_no_gets_no_new_work_at_once() -> None:
