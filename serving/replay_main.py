@@ -79,10 +79,18 @@ def run(config: ReplayMainConfig) -> Report:
     return runner.run()
 
 
-def _main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+def _parse_flags(argv: list[str]) -> list[str]:
     try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"replay_main: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _main(argv: list[str]) -> None:
+    try:
+        if len(argv) > 1:
+            raise ConfigError("argument", argv[1], "is unexpected: everything is a --flag")
         report = run(ReplayMainConfig(config=_CONFIG.value, out=_OUT.value, quick=_QUICK.value))
     except (ArtefactError, ConfigError, OSError) as error:
         print(f"replay_main: {error}", file=sys.stderr)
@@ -93,4 +101,4 @@ def _main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(_main)
+    app.run(_main, flags_parser=_parse_flags)

@@ -268,9 +268,10 @@ class RouterService:
         return route
 
     def _prefill_done(self, route: _OpenRoute, done: pb.PrefillDone) -> pb.ReportResponse:
+        signature = self._signature(route.request, done)  # refuses before anything changes
         self._router.prefill_done(route.request.request_id)
         if route.decode is None:
-            self._place_decode(route, self._signature(route.request, done))
+            self._place_decode(route, signature)
         assert route.decode is not None
         return pb.ReportResponse(decode=self._placement(route.decode))
 
