@@ -28,7 +28,9 @@ from serving.core.decision import LogLine, OutcomeRecord, OutcomeStatus
 from serving.core.draws import KeyedDraws
 from serving.core.errors import InvalidRequest, LeaseError, Rejected, RejectReason
 from serving.core.experts import ExpertProfiles
+from serving.core.guard import SignatureGuard
 from serving.core.lease import Lease, Reservation
+from serving.core.objective import DecodePrices
 from serving.core.placed import Placed, PlacementObserver
 from serving.core.placement import Policy, Regions
 from serving.core.ports import DecisionSink, FleetPort, PrefixIndex
@@ -69,6 +71,7 @@ class Router:
         regions: fitted regions for ELDR's rules; None makes those fall back.
         table: routing table; None is the static fallback over the fleet.
         fallback_policy: decides while the "policy" switch is off; None keeps the policies.
+        guard: lowers trust in signatures when steps disagree with them; None trusts them.
         observers: told of each recorded placement.
         cpu_s: reads CPU seconds for `decide_us`; None records 0.
     """
@@ -88,6 +91,7 @@ class Router:
         regions: Regions | None = None,
         table: RoutingTable | None = None,
         fallback_policy: Policy | None = None,
+        guard: SignatureGuard | None = None,
         observers: tuple[PlacementObserver, ...] = (),
         cpu_s: Callable[[], float] | None = None,
     ) -> None:
@@ -112,6 +116,7 @@ class Router:
         self._turns = {Phase.PREFILL: 0, Phase.DECODE: 0}
         self._open: dict[str, _Open] = {}
         self._sink = sink
+        self._guard = guard
         self._observers = observers
         self._cpu_s = cpu_s
         self._unrecorded: deque[Placed] = deque()
@@ -321,7 +326,7 @@ class Router:
         self._apply_switches()
 
     def set_signature_weight(self, weight: float) -> None:
-        """Trust in signatures, in [0, 1]; the guard lowers it when steps disagree."""
+        """Trust in signatures, in [0, 1]; a guard may lower it further."""
         if not 0.0 <= weight <= 1.0:
             raise ValueError(f"{weight=} must lie in [0, 1]")
         self._parts.signature_weight = weight
@@ -446,6 +451,14 @@ class Router:
             signature=given.signature,
             evidence=evidence,
         )
+        if self._guard is not None and isinstance(ranking.terms, DecodePrices):
+            tokens_per_s = choice.context.decode_tokens_per_s(ranking.chosen)
+            if given.signature is not None and tokens_per_s > 0.0:
+                self._guard.expect(
+                    request.request_id,
+                    by_signature_s=float(ranking.terms.step_with_s[ranking.chosen]),
+                    by_mean_s=1.0 / tokens_per_s,
+                )
         if known is None:
             known = self._open[request.request_id] = _Open(request, given.cell, lease.expires_at_s)
         known.cell = given.cell
@@ -531,6 +544,9 @@ class Router:
         if known is None and status is not OutcomeStatus.REJECTED:
             return
         retries = 0
+        if self._guard is not None:
+            self._guard.realise(request_id, tpot_s if status is OutcomeStatus.OK else None)
+            self._apply_switches()
         if known is not None:
             retries = known.retries
             for phase in Phase:
@@ -565,7 +581,8 @@ class Router:
             experts=None if "experts" in off else parts.experts,
             regions=None if "regions" in off else parts.regions,
             prefix_index=None if "prefix_index" in off else parts.prefix_index,
-            signature_weight=parts.signature_weight,
+            signature_weight=parts.signature_weight
+            * (1.0 if self._guard is None else self._guard.weight),
         )
 
     def _on_sample(self, sequence: int, share: float) -> bool:
