@@ -45,25 +45,32 @@ _EVERY_BYTE = 0x01010101
 class _Step:
     """One grid step: the references and static sizes that its parts share."""
 
-    def __init__(self, layout: Layout, at, ids: Sequence, blocks, accumulator, words, bounds):
+    def __init__(self, layout: Layout, at, blocks, accumulator, words, bounds):
         self.layout = layout
-        self.ids = [
-            ref.reshape(layout.num_layer_groups * SUBLANES * layout.top_k_block, LANES)
-            for ref in ids
-        ]
         self.blocks = blocks
         self.accumulator = accumulator
         self.words = words
         self.first_rows, self.last_rows = bounds
         self.first_tile_row = at[0] * layout.tile_rows
         self.step = at[1]
+        self.ids: list = []
+        self.bit_masks: list[jax.Array] = []
+
+    def has_tokens(self) -> jax.Array:
+        """Whether any token of the step lies in the tile."""
+        bounds = [self.row_bounds(dot) for dot in range(self.layout.dots_per_step)]
+        return functools.reduce(jnp.logical_or, [first <= last for first, last in bounds])
+
+    def open(self, ids: Sequence) -> None:
+        """Views the input blocks as rows, and builds the masks of the bits."""
+        layout = self.layout
+        rows = layout.num_layer_groups * SUBLANES * layout.top_k_block
+        self.ids = [ref.reshape(rows, LANES) for ref in ids]
         copy = _sublane() // layout.num_words
-        is_int8 = layout.config.operand_dtype == "int8"
-        self.bit_masks = []
         for step in range(layout.num_words):
             bit = step + layout.num_words * copy
             # Float8 takes bits 3..6 only: they are the normal numbers with one bit set.
-            shift = bit if is_int8 else 3 + bit % 4
+            shift = bit if layout.config.operand_dtype == "int8" else 3 + bit % 4
             self.bit_masks.append(jnp.full_like(shift, _EVERY_BYTE) << shift)
 
     def row_bounds(self, dot: int) -> tuple[jax.Array, jax.Array]:
@@ -219,7 +226,9 @@ def _lane() -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
 
-def _kernel(first_rows, last_rows, first_steps, last_steps, *refs, layout: Layout) -> None:
+def _kernel(*refs, layout: Layout) -> None:
+    first_rows, last_rows = refs[:2]
+    refs = refs[layout.num_prefetched :]
     num_inputs = layout.columns_per_step * layout.num_top_k_blocks
     ids, (blocks, out, accumulator, words) = refs[:num_inputs], refs[num_inputs:]
     tile, step_index = pl.program_id(0), pl.program_id(1)
@@ -228,10 +237,11 @@ def _kernel(first_rows, last_rows, first_steps, last_steps, *refs, layout: Layou
     def _() -> None:
         _clear(accumulator)
 
-    @pl.when((step_index >= first_steps[tile]) & (step_index <= last_steps[tile]))
+    step = _Step(layout, (tile, step_index), blocks, accumulator, words, (first_rows, last_rows))
+
+    @pl.when(step.has_tokens())
     def _() -> None:
-        at, bounds = (tile, step_index), (first_rows, last_rows)
-        step = _Step(layout, at, ids, blocks, accumulator, words, bounds)
+        step.open(ids)
         if layout.config.pipelined:
             step.run_first_windows()
         for dot in range(layout.dots_per_step):
@@ -335,9 +345,10 @@ def _step_bounds(
 def _ids_spec(layout: Layout, column: int, part: int) -> pl.BlockSpec:
     last_column = -(-layout.spec.num_tokens // LANES) - 1
 
-    def index(tile, step, _first, _last, first_steps, last_steps):
+    def index(tile, step, *prefetched):
         if layout.num_tiles > 1:
             # Steps outside the tile's range repeat a block, so that nothing is fetched.
+            first_steps, last_steps = prefetched[2:]
             step = jnp.clip(step, jnp.minimum(first_steps[tile], layout.num_steps - 1), None)
             step = jnp.clip(step, None, jnp.maximum(last_steps[tile], 0))
         at = step * layout.columns_per_step + column
@@ -370,7 +381,9 @@ def call_kernel(
     if spec.top_k == 3:  # three rows have no tiling of their own
         ids = jnp.pad(ids, ((0, 0), (0, 1), (0, 0)), constant_values=-1)
     first_rows, last_rows = _row_bounds(block_of_token, layout)
-    step_bounds = _step_bounds(first_rows, last_rows, layout)
+    prefetched = [first_rows, last_rows]
+    if layout.num_tiles > 1:
+        prefetched += _step_bounds(first_rows, last_rows, layout)
     ids_specs = [
         _ids_spec(layout, column, part)
         for column in range(layout.columns_per_step)
@@ -379,7 +392,7 @@ def call_kernel(
     step_tokens = layout.columns_per_step * LANES
     accumulator_dtype = jnp.int32 if config.operand_dtype == "int8" else jnp.float32
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4,
+        num_scalar_prefetch=layout.num_prefetched,
         grid=(layout.num_tiles, layout.num_steps),
         in_specs=[
             *ids_specs,
@@ -414,9 +427,7 @@ def call_kernel(
         name="expert_histogram",
     )
     return call(
-        first_rows,
-        last_rows,
-        *step_bounds,
+        *prefetched,
         *([ids] * len(ids_specs)),
         block_of_token.reshape(1, spec.num_tokens),
     )

@@ -74,6 +74,11 @@ class Layout:
     out_rows: int
 
     @property
+    def num_prefetched(self) -> int:
+        """Scalar arrays: rows of each product, and steps of each tile where there are several."""
+        return 2 if self.num_tiles == 1 else 4
+
+    @property
     def num_copies(self) -> int:
         """Times that a word is repeated in the sublanes."""
         return SUBLANES // self.num_words

@@ -1,8 +1,6 @@
-# pyright: reportMissingImports=false
-"""
-
 # Triton is installed on GPU hosts only.
-# pyright: reportMissingImports=falseThe histogram as a Triton kernel, called from JAX through jax_triton on a GPU host.
+# pyright: reportMissingImports=false
+"""The histogram as a Triton kernel, called from JAX through jax_triton on a GPU host.
 
 Nothing of Triton is imported before the first call.
 """

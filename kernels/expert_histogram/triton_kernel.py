@@ -1,8 +1,6 @@
-# pyright: reportMissingImports=false
-"""
-
 # Triton is installed on GPU hosts only.
-# pyright: reportMissingImports=falseThe Triton kernel of the histogram; importing this module needs triton.
+# pyright: reportMissingImports=false
+"""The Triton kernel of the histogram; importing this module needs triton.
 
 One program counts one output row (KV block) and layer: it walks over the row's tokens
 in tiles, adds each tile's histogram in registers and stores the row once, in the output
