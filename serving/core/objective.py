@@ -238,8 +238,8 @@ class DecodePrices:
             facts=(
                 ("step_s", self.step_s),
                 ("step_with_s", self.step_with_s),
-                ("experts", self._experts),
-                ("experts_with", self._experts + self._new_experts),
+                ("experts", self._experts[0]),
+                ("experts_with", self._experts[1]),
                 ("others_tokens", self._other_tokens),
             ),
         )
@@ -258,51 +258,48 @@ class DecodePrices:
         """
         view, experts, keep = context.view, context.view.experts, context.keep
         num = view.num_inflight
-        expert_s = costs.expert_s
-        prior_experts = None
+        request = context.request
+        # Rows: without and with the request, so that each operation serves both.
+        steps = np.empty((2, len(num)))
         if experts is None or keep is None:
             missed = costs.total_experts * costs.miss**num
-            self._experts = costs.total_experts - missed
-            new_experts = missed * (1.0 - costs.miss)
+            np.subtract(costs.total_experts, missed, out=steps[0])
+            np.subtract(costs.total_experts, missed * costs.miss, out=steps[1])
         else:
+            left = np.empty((4 if prior and experts.survival_prior is not None else 2, len(num)))
+            left[0] = experts.survival_sum
+            left[1] = _dot(experts.survival, keep, rows)
+            if len(left) == 4:
+                left[2] = experts.survival_prior_sum
+                left[3] = _dot(experts.survival_prior, keep, rows)
+            left *= experts.layer_scale
             others = num - experts.num_modelled
-            scale = experts.layer_scale
             if np.count_nonzero(others):
-                scale = scale * costs.miss ** np.maximum(others, 0.0)
-            left = experts.survival_sum - _dot(experts.survival, keep, rows)
-            self._experts = experts.total_experts - scale * experts.survival_sum
-            new_experts = scale * left
-            if prior and experts.survival_prior is not None:
+                left *= costs.miss ** np.maximum(others, 0.0)
+            np.subtract(experts.total_experts, left[:2], out=steps)
+            if len(left) == 4:
                 # Experts r adds beside the region's pseudo-members, less those it adds alone.
-                prior_experts = experts.survival_prior_sum - _dot(
-                    experts.survival_prior, keep, rows
-                )
-                prior_experts -= left
-                prior_experts *= scale
-        self._new_experts = new_experts
-        request = context.request
+                saved = left[2] - left[3] - left[0] + left[1]
+                saved *= costs.expert_s
+                saved *= view.speed_factor
+                self._saved_s = saved
+        self._experts = steps.copy()
+        steps *= costs.expert_s
+        fixed = costs.request_s * num
+        fixed += costs.step_base_s
+        fixed += costs.attention_s * view.kv_tokens
+        steps += fixed
         own_kv = request.num_prompt_tokens + 0.5 * request.length.mean_tokens
-        step = costs.request_s * num
-        step += costs.step_base_s
-        step += costs.attention_s * view.kv_tokens
-        step += expert_s * self._experts
-        more = expert_s * new_experts
-        more += costs.attention_s * own_kv
-        more += costs.request_s
-        more += step
-        more *= view.speed_factor
-        step *= view.speed_factor
+        steps[1] += costs.attention_s * own_kv + costs.request_s
+        steps *= view.speed_factor
         # t(empty) = 0: waking an idle worker costs its whole step.
-        step *= num > 0
-        self.step_s, self.step_with_s = step, more
-        if prior_experts is not None:
-            prior_experts *= expert_s
-            prior_experts *= view.speed_factor
-            self._saved_s = prior_experts
+        steps[0] *= num > 0
+        self.step_s, self.step_with_s = steps
 
 
-def _dot(matrix: np.ndarray, vector: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+def _dot(matrix: np.ndarray | None, vector: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
     """Product of `matrix` and `vector`, float32 [W]; with `rows` only those, 0 elsewhere."""
+    assert matrix is not None
     if rows is None:
         return matrix @ vector
     products = np.zeros(len(matrix), np.float32)
