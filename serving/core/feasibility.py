@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,8 +77,7 @@ def cell_rows(cell: TableCell, costs: WorkerCosts, rules: FitRules) -> CellRows:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FitQuestion:
+class FitQuestion(NamedTuple):
     """Everything feasibility looks at.
 
     Attributes:
@@ -114,8 +114,7 @@ class FitQuestion:
         return -(-num_tokens // self.costs.block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Feasibility:
+class Feasibility(NamedTuple):
     """Who may take a request.
 
     Attributes:
@@ -249,9 +248,9 @@ def _context_ok(asked: FitQuestion) -> np.ndarray:
 def _kv_ok(asked: FitQuestion, blocks: int | np.ndarray) -> np.ndarray:
     left = asked.view.kv_blocks_free - blocks
     fits = left >= asked.cell.kv_reserve
-    idle = asked.view.num_inflight == 0
-    idle &= left >= 0
-    fits |= idle
+    if np.count_nonzero(fits) < len(fits):
+        # The reserve is for requests that outgrow their estimate: an idle worker has none.
+        fits |= (asked.view.num_inflight == 0) & (left >= 0)
     return fits
 
 

@@ -7,8 +7,7 @@ survival rows of the workers to be recorded - was copied when the choice was mad
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,8 +43,7 @@ _INPUTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evidence:
+class Evidence(NamedTuple):
     """What a record is made from.
 
     Attributes:

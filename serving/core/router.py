@@ -452,12 +452,12 @@ class Router:
             evidence=evidence,
         )
         if self._guard is not None and isinstance(ranking.terms, DecodePrices):
-            tokens_per_s = choice.context.decode_tokens_per_s(ranking.chosen)
-            if given.signature is not None and tokens_per_s > 0.0:
+            mean_tokens_per_s = choice.context.decode_tokens_per_s(ranking.chosen)
+            if given.signature is not None and mean_tokens_per_s > 0.0:
                 self._guard.expect(
                     request.request_id,
                     by_signature_s=float(ranking.terms.step_with_s[ranking.chosen]),
-                    by_mean_s=1.0 / tokens_per_s,
+                    by_mean_s=1.0 / mean_tokens_per_s,
                 )
         if known is None:
             known = self._open[request.request_id] = _Open(request, given.cell, lease.expires_at_s)
@@ -488,7 +488,7 @@ class Router:
             kv_blocks=choice.found.blocks_on(row),
             kv_tokens=request.num_prompt_tokens + (0.5 * length if decodes else 0.0),
             decode_tokens=length if decodes else 0.0,
-            tokens_per_s=context.decode_tokens_per_s(row) if decodes else 0.0,
+            tokens_per_s=_decode_tokens_per_s(choice) if decodes else 0.0,
             lambda_usd_per_s=context.target.lambda_usd_per_s,
             tpot_limit_s=context.target.tpot_p99_s,
             keep=context.keep,
@@ -598,3 +598,12 @@ class Router:
         self._ring.add(line)
         if self._sink is not None:
             self._sink.write(line)
+
+
+def _decode_tokens_per_s(choice: StageChoice) -> float:
+    """Decode speed the request is expected to see; 0.0 when nothing is priced."""
+    row, terms = choice.ranking.chosen, choice.ranking.terms
+    if not isinstance(terms, DecodePrices):
+        return choice.context.decode_tokens_per_s(row)
+    step_s = float(terms.step_with_s[row])
+    return 1.0 / step_s if step_s > 0.0 else 0.0

@@ -8,6 +8,7 @@ identity (the view's `workers` tuple); everything else is an argument.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,8 +53,7 @@ class Learned:
     signature_weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageInput:
+class StageInput(NamedTuple):
     """What one choice is about.
 
     Attributes:
@@ -78,8 +78,7 @@ class StageInput:
     turn: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageChoice:
+class StageChoice(NamedTuple):
     """What came out.
 
     Attributes:
