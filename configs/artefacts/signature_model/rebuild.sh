@@ -7,7 +7,7 @@ here=configs/artefacts/signature_model
 work=$(mktemp -d)
 python -m calibration.capture_main --corpora="$corpora" --out="$work/train" --num_prompts=1000
 python -m calibration.capture_main --corpora="$corpora" --out="$work/heldout" --split=heldout \
-  --num_prompts=1200 --seed=1
+  --num_prompts=2400 --seed=1
 python -m calibration.fit_main --capture="$work/train" --out=$here \
   --regions=2,3,4,5,6,7,8,12,16
 python -m calibration.evaluate_main --artefact=$here --capture="$work/heldout" \
