@@ -1,12 +1,15 @@
 import subprocess
 import sys
+from concurrent import futures
 from pathlib import Path
 
+import grpc
 import pytest
 
 from serving.core.errors import ConfigError, InvalidRequest
 from serving.decision_log import FileDecisionLog
 from serving.explain_main import Config, run
+from serving.proto import router_pb2, router_pb2_grpc
 from tests.serving import decision_parts as parts
 
 ROOT = Path(__file__).parents[2]
@@ -75,3 +78,27 @@ def test_wrong_flags_exit_2_and_name_the_rule(flags, told):
 def test_exactly_one_source():
     with pytest.raises(ConfigError):
         Config(request_id="r", log="a", server="b:1")
+
+
+@pytest.fixture
+def server():
+    """A router that knows one request and refuses the rest as its door does."""
+
+    class Door(router_pb2_grpc.RouterServicer):
+        def Explain(self, request, context):
+            if request.request_id == "known":
+                return router_pb2.ExplainResponse(text="request known\n")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no decision of it is kept in memory")
+
+    door = grpc.server(futures.ThreadPoolExecutor(1))
+    router_pb2_grpc.add_RouterServicer_to_server(Door(), door)
+    port = door.add_insecure_port("127.0.0.1:0")
+    door.start()
+    yield f"127.0.0.1:{port}"
+    door.stop(None).wait()
+
+
+def test_a_running_router_is_asked(server):
+    assert run(Config(server=server, request_id="known")) == "request known\n"
+    with pytest.raises(InvalidRequest, match="no decision of it is kept"):
+        run(Config(server=server, request_id="other"))
