@@ -1,10 +1,13 @@
-"""The last requests' lines in memory, for Explain."""
+"""The last requests' lines in memory, for Explain.
+
+Lines are kept encoded: half the memory of the objects, and nothing for the collector to walk.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from serving.core.decision import LogLine
+from serving.core.decision import LogLine, decode_line, encode_line
 
 
 class LineRing:
@@ -14,7 +17,7 @@ class LineRing:
         if max_requests < 1:
             raise ValueError(f"{max_requests=} must be >= 1")
         self._max_requests = max_requests
-        self._lines: OrderedDict[str, list[LogLine]] = OrderedDict()
+        self._lines: OrderedDict[str, list[bytes]] = OrderedDict()
 
     def add(self, line: LogLine) -> None:
         """Takes a line."""
@@ -25,11 +28,11 @@ class LineRing:
                 self._lines.popitem(last=False)
         else:
             self._lines.move_to_end(line.request_id)
-        lines.append(line)
+        lines.append(encode_line(line))
 
     def lines(self, request_id: str) -> list[LogLine]:
         """A request's lines, oldest first; [] when unknown."""
-        return list(self._lines.get(request_id, ()))
+        return [decode_line(line) for line in self._lines.get(request_id, ())]
 
     def request_ids(self) -> list[str]:
         """Ids still known, longest untouched first."""

@@ -62,7 +62,7 @@ class RouterConfig:
     record_share: float = 1.0
     record_everyone: float = 0.01
     signature_weight: float = 1.0
-    explain_requests: int = 4096
+    explain_requests: int = 2048
     max_unrecorded: int = 256
 
     def __post_init__(self) -> None:
