@@ -2,27 +2,18 @@
 
     python -m kernels.expert_histogram.bench_main --out=out/histogram.json
 
-Compiles the TPU kernel for each chip over a table of geometries and estimates each
-call's time from the final schedule (see `static_time`); compiles the Triton kernel for
-three GPUs and prints registers, shared memory and spills. What is not installed is
-skipped with one line. No figure here comes from a running accelerator.
+See `bench`. What is not installed is skipped with one line.
 """
 
-import json
-import subprocess
+import functools
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from absl import app, flags
 
 from kernels.expert_histogram import tpu_compile
-from kernels.expert_histogram.arg_specs import HistogramSpec, default_out_dtype
+from kernels.expert_histogram.bench import BenchConfig, run
 from kernels.expert_histogram.errors import HistogramArgumentError
 
 _CHIPS = flags.DEFINE_list("chips", list(tpu_compile.CHIPS), "TPU chips to compile for.")
@@ -32,182 +23,6 @@ _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["16", "64", "128", "1024"], "KV
 _TOKENS = flags.DEFINE_list("tokens", ["512", "2048", "8192"], "Tokens per step T.")
 _LAYERS = flags.DEFINE_integer("layers", 48, "MoE layers L.", lower_bound=1)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.")
-
-SCHEMA_VERSION = 1
-_PACKAGES = ("jax", "jaxlib", "libtpu", "triton")
-_COLUMNS = "| chip | E | K | B | T | kernel us | total us | HBM floor us | ratio |"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What to compile.
-
-    Attributes:
-        chips: names of `tpu_compile.CHIPS`.
-        experts: E.
-        top_ks: K.
-        block_sizes: B.
-        tokens: T.
-        num_layers: L.
-        out: JSON file, or None.
-    """
-
-    chips: tuple[str, ...]
-    experts: tuple[int, ...]
-    top_ks: tuple[int, ...]
-    block_sizes: tuple[int, ...]
-    tokens: tuple[int, ...]
-    num_layers: int
-    out: Path | None
-
-    def __post_init__(self) -> None:
-        for chip in self.chips:
-            if chip not in tpu_compile.CHIPS:
-                raise HistogramArgumentError(
-                    f"--chips={chip} must be among {', '.join(tpu_compile.CHIPS)}"
-                )
-        for name in ("experts", "top_ks", "block_sizes", "tokens"):
-            if not all(value >= 1 for value in getattr(self, name)):
-                raise HistogramArgumentError(f"--{name}={getattr(self, name)} must be positive")
-
-    def specs(self) -> list[HistogramSpec]:
-        """One long request per geometry, which may begin inside a block."""
-        return [
-            HistogramSpec(
-                num_layers=self.num_layers,
-                top_k=top_k,
-                num_tokens=num_tokens,
-                num_blocks=-(-num_tokens // block_size) + 1,
-                num_experts=num_experts,
-                block_size=block_size,
-                out_dtype=default_out_dtype(block_size).name,
-            )
-            for num_experts in self.experts
-            for top_k in self.top_ks
-            for block_size in self.block_sizes
-            for num_tokens in self.tokens
-        ]
-
-
-def run(config: BenchConfig) -> None:
-    """Compiles, prints the tables and writes the file."""
-    report = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": _versions(),
-        "num_layers": config.num_layers,
-        "tpu": _tpu_rows(config),
-        "gpu": _gpu_rows(config.num_layers),
-    }
-    if config.out is not None:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        config.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {config.out}")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _tpu_rows(config: BenchConfig) -> list[dict]:
-    if not tpu_compile.has_libtpu():
-        print("TPU: skipped, libtpu is not installed (pip install 'jax[tpu]')")
-        return []
-    print(f"{_COLUMNS}\n{'|---' * _COLUMNS.count(' | ')}|---|", flush=True)
-    rows = []
-    for chip in config.chips:
-        for spec, answer in _compile_all(chip, config.specs()):
-            rows.append({"chip": chip, **_sizes(spec), **answer})
-            print(_markdown(rows[-1], tpu_compile.CHIPS[chip].clock_hz), flush=True)
-    return rows
-
-
-def _sizes(spec: HistogramSpec) -> dict[str, int]:
-    return {
-        "num_experts": spec.num_experts,
-        "top_k": spec.top_k,
-        "block_size": spec.block_size,
-        "num_tokens": spec.num_tokens,
-    }
-
-
-def _markdown(row: dict, clock_hz: float) -> str:
-    sizes = f"| {row['chip']} | {row['num_experts']} | {row['top_k']} | {row['block_size']} "
-    sizes += f"| {row['num_tokens']} |"
-    if "error" in row:
-        return f"{sizes} {row['error']} | | | |"
-    kernel_us = row["kernel_bundles"] / clock_hz * 1e6
-    ratio = row["static_us"] / row["floor_us"]
-    return (
-        f"{sizes} {kernel_us:.2f} | {row['static_us']:.2f} | {row['floor_us']:.2f} | {ratio:.1f} |"
-    )
-
-
-def _compile_all(chip: str, specs: Sequence[HistogramSpec]) -> Iterable[tuple[HistogramSpec, dict]]:
-    """Compiles in a process that is started again whenever libtpu takes it down."""
-    waiting = list(specs)
-    while waiting:
-        with tempfile.TemporaryDirectory() as folder:
-            worker = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "kernels.expert_histogram.bench_worker_main",
-                    f"--dump_folder={folder}",
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            answered = True
-            while waiting and answered:
-                spec = waiting.pop(0)
-                worker.stdin.write(json.dumps({"chip": chip, "spec": asdict(spec)}) + "\n")
-                worker.stdin.flush()
-                line = worker.stdout.readline()
-                answered = bool(line)
-                yield spec, json.loads(line) if answered else {"error": "the compiler aborted"}
-            worker.stdin.close()
-            worker.stdout.close()
-            worker.wait()
-
-
-def _gpu_rows(num_layers: int) -> list[dict]:
-    if find_spec("triton") is None:
-        print("GPU: skipped, triton is not installed (pip install triton)")
-        return []
-    from kernels.expert_histogram import triton_compile
-
-    print(
-        "\n| GPU | E | K | B | registers | shared bytes | spills |\n|---|---|---|---|---|---|---|"
-    )
-    rows = []
-    for target in triton_compile.TARGETS:
-        for num_experts, top_k, block_size in ((64, 4, 16), (128, 8, 128), (512, 8, 1024)):
-            spec = HistogramSpec(
-                num_layers=num_layers,
-                top_k=top_k,
-                num_tokens=8192,
-                num_blocks=8192 // block_size + 1,
-                num_experts=num_experts,
-                block_size=block_size,
-                out_dtype=default_out_dtype(block_size).name,
-            )
-            resources = triton_compile.compile_for(target, spec)
-            rows.append({**_sizes(spec), **asdict(resources)})
-            print(
-                f"| {target} | {num_experts} | {top_k} | {block_size} | {resources.num_registers} "
-                f"| {resources.shared_bytes} | {resources.num_spills} |"
-            )
-    return rows
 
 
 def _numbers(name: str, values: Sequence[str]) -> tuple[int, ...]:
@@ -235,8 +50,7 @@ def main(argv: list[str]) -> None:
     except HistogramArgumentError as error:
         print(f"bench_main: {error}", file=sys.stderr)
         sys.exit(2)
-    jax.config.update("jax_platforms", "cpu")
-    run(config)
+    run(config, functools.partial(print, flush=True))
 
 
 if __name__ == "__main__":

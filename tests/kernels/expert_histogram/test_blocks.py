@@ -1,5 +1,6 @@
 """Packed requests become rows; the capacity is enough and not larger than needed."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.expert_histogram import HistogramArgumentError, max_num_blocks, pack_blocks
+
+jitted_pack_blocks = jax.jit(pack_blocks, static_argnames=("num_tokens", "block_size"))
 
 NUM_TOKENS = 96
 NUM_REQUESTS = 6
@@ -31,7 +34,7 @@ def packed_by_hand(starts, lengths, num_tokens, block_size):
     block_size=st.sampled_from((2, 16)),
 )
 def test_rows_follow_the_tokens(starts, lengths, block_size):
-    packed = pack_blocks(
+    packed = jitted_pack_blocks(
         jnp.asarray(starts, jnp.int32),
         jnp.asarray(lengths, jnp.int32),
         num_tokens=NUM_TOKENS,

@@ -182,7 +182,7 @@ def test_all_padding_counts_nothing(backend, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS_HERE)
-@pytest.mark.parametrize("num_experts", [5, 64, 100])
+@pytest.mark.parametrize("num_experts", [5, 100])
 def test_fast_mode_ignores_what_is_out_of_range(backend, num_experts):
     outside = [-(2**31), -1000, -512, -2, -1, num_experts, num_experts + 1, 512, 640, 1000, 2**30]
     outside += [2**31 - 1, *range(num_experts, num_experts + 96), *(-x for x in range(3, 600, 31))]
