@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from serving.core.lease import Lease
 from serving.core.recording import Evidence
+from serving.core.request import Request
+from serving.core.routing_table import TableCell
 from serving.core.signature import Signature
 from serving.core.worker import Phase, WorkerInfo
 
@@ -63,6 +65,27 @@ class Placed:
     def recorded(self) -> bool:
         """Whether the decision line was written."""
         return self.evidence is None
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request between its first placement and its end.
+
+    Attributes:
+        request: as last asked for; a re-run's prompt grows by the tokens so far.
+        cell: where the global layer put it.
+        expires_at_s: monotonic seconds after which it ends, unless a lease is open.
+        placed: its stages' open placements.
+        unrecorded: all its placements; records are made at the latest when it ends.
+        retries: times it was placed anew after a loss.
+    """
+
+    request: Request
+    cell: TableCell
+    expires_at_s: float
+    placed: dict[Phase, Placed] = field(default_factory=dict)
+    unrecorded: list[Placed] = field(default_factory=list)
+    retries: int = 0
 
 
 class PlacementObserver(Protocol):

@@ -184,6 +184,12 @@ class Ranking:
     term_rows: np.ndarray | None = None
     excluded: tuple[tuple[str, np.ndarray], ...] = ()
 
+    def delta(self) -> float:
+        """Runner-up's score minus the winner's, in `unit`; 0.0 without a runner-up."""
+        if self.runner_up < 0:
+            return 0.0
+        return float(self.score[self.runner_up] - self.score[self.chosen])
+
 
 class Policy(Protocol):
     """A placement rule. One file each in serving/policies, one registry."""

@@ -164,11 +164,10 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
         _candidate(evidence, row, why_not, matrix, place.get(row))
         for row, why_not in zip(rows, _why_not(evidence, rows), strict=True)
     )
-    delta = delta_usd = 0.0
+    delta_usd = 0.0
     runner_up = ""
     if ranking.runner_up >= 0:
         runner_up = workers[ranking.runner_up].worker_id
-        delta = float(ranking.score[ranking.runner_up] - ranking.score[ranking.chosen])
         if matrix is not None:
             total = matrix.total_usd()
             delta_usd = float(total[place[ranking.runner_up]] - total[place[ranking.chosen]])
@@ -178,7 +177,7 @@ def stage_decision(evidence: Evidence, policy: str) -> StageDecision:
         winner=workers[ranking.chosen].worker_id,
         runner_up=runner_up,
         unit=ranking.unit,
-        delta=delta,
+        delta=ranking.delta(),
         delta_usd=delta_usd,
         candidates=candidates,
         num_candidates=len(workers),

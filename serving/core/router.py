@@ -15,9 +15,7 @@ code. One event loop owns a router: nothing here locks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,31 +27,26 @@ from serving.core.draws import KeyedDraws
 from serving.core.errors import InvalidRequest, LeaseError, Rejected, RejectReason
 from serving.core.experts import ExpertProfiles
 from serving.core.guard import SignatureGuard
-from serving.core.lease import Lease, Reservation
-from serving.core.objective import DecodePrices
-from serving.core.placed import Placed, PlacementObserver
+from serving.core.lease import Lease
+from serving.core.live import LiveParts
+from serving.core.placed import OpenRequest, Placed, PlacementObserver
 from serving.core.placement import Policy, Regions
 from serving.core.ports import DecisionSink, FleetPort, PrefixIndex
-from serving.core.recording import decision_line, gather
+from serving.core.recorder import Recorder
+from serving.core.recording import gather
 from serving.core.request import Request
-from serving.core.ring import LineRing
-from serving.core.router_config import SWITCHES, RouterConfig
-from serving.core.routing_table import RoutingTable, TableCell, static_table
+from serving.core.router_config import RouterConfig
+from serving.core.routing_table import RoutingTable
 from serving.core.signature import Signature
-from serving.core.stage import Learned, StageChoice, StageChooser, StageInput
+from serving.core.stage import (
+    Learned,
+    StageChoice,
+    StageChooser,
+    StageInput,
+    expect_step,
+    reservation,
+)
 from serving.core.worker import FleetView, Phase, WorkerInfo
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A request between its first placement and its end."""
-
-    request: Request
-    cell: TableCell
-    expires_at_s: float
-    placed: dict[Phase, Placed] = field(default_factory=dict)
-    unrecorded: list[Placed] = field(default_factory=list)
-    retries: int = 0
 
 
 class Router:
@@ -98,29 +91,26 @@ class Router:
         self.fleet = fleet
         self.config = config
         self._clock = clock
-        self._policies = {Phase.PREFILL: prefill_policy, Phase.DECODE: decode_policy}
-        self._fallback_policy = fallback_policy
-        self._parts = Learned(
-            experts=experts,
-            regions=regions,
-            prefix_index=prefix_index,
-            signature_weight=config.signature_weight,
+        self._live = LiveParts(
+            policies={Phase.PREFILL: prefill_policy, Phase.DECODE: decode_policy},
+            fallback_policy=fallback_policy,
+            parts=Learned(
+                experts=experts,
+                regions=regions,
+                prefix_index=prefix_index,
+                signature_weight=config.signature_weight,
+            ),
+            table=table,
+            guard=guard,
         )
-        self._learned = self._parts
-        self._off: tuple[str, ...] = ()
-        self._pushed_table = table
-        self._static: tuple[tuple[WorkerInfo, ...], RoutingTable] | None = None
         self._chooser = StageChooser(costs, config)
         self._draws = KeyedDraws(config.seed)
         self._sequence = 0
         self._turns = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self._open: dict[str, _Open] = {}
-        self._sink = sink
+        self._open: dict[str, OpenRequest] = {}
+        self._recorder = Recorder(config, sink, observers)
         self._guard = guard
-        self._observers = observers
         self._cpu_s = cpu_s
-        self._unrecorded: deque[Placed] = deque()
-        self._ring = LineRing(config.explain_requests)
 
     @property
     def num_open(self) -> int:
@@ -186,7 +176,7 @@ class Router:
             request,
             Phase.DECODE,
             known,
-            signature=None if "signature" in self._off else signature,
+            signature=None if "signature" in self._live.off else signature,
             source=source,
             exclude=exclude,
         )
@@ -286,26 +276,17 @@ class Router:
 
     def record(self, placed: Placed) -> None:
         """Writes a placed stage's decision line; doing it again is harmless."""
-        evidence = placed.evidence
-        if evidence is None:
-            return
-        if self._on_sample(placed.sequence, self.config.record_share):
-            self._write(decision_line(placed, evidence, self.config.router_id))
-        placed.evidence = None
-        for observer in self._observers:
-            observer.placed(placed, evidence.context.view.taken_at_s)
+        self._recorder.record(placed)
 
     def explain(self, request_id: str) -> list[LogLine]:
         """Decision and outcome lines of a recent request, oldest first; [] when unknown."""
-        self._record_all()
-        return self._ring.lines(request_id)
+        return self._recorder.lines(request_id)
 
     def recent_ids(self) -> list[str]:
         """Request ids that `explain` still knows, longest untouched first."""
-        self._record_all()
-        return self._ring.request_ids()
+        return self._recorder.request_ids()
 
-    # What operators and learners change live.
+    # What operators and learners change live; it holds from the next decision on.
 
     def view(self, phase: Phase) -> FleetView:
         """The fleet as the next decision would see it."""
@@ -313,51 +294,42 @@ class Router:
 
     def set_table(self, table: RoutingTable | None) -> None:
         """A pushed routing table; None returns to the static fallback."""
-        self._pushed_table = table
+        self._live.set_table(table)
 
     def set_regions(self, regions: Regions | None) -> None:
-        """Fitted regions for the next decisions."""
-        self._parts.regions = regions
-        self._apply_switches()
+        """Fitted regions."""
+        self._live.set_parts(regions=regions)
 
     def set_experts(self, experts: ExpertProfiles | None) -> None:
-        """Decode profiles for the next decisions."""
-        self._parts.experts = experts
-        self._apply_switches()
+        """Decode profiles."""
+        self._live.set_parts(experts=experts)
 
     def set_signature_weight(self, weight: float) -> None:
         """Trust in signatures, in [0, 1]; a guard may lower it further."""
         if not 0.0 <= weight <= 1.0:
             raise ValueError(f"{weight=} must lie in [0, 1]")
-        self._parts.signature_weight = weight
-        self._apply_switches()
+        self._live.set_parts(signature_weight=weight)
 
     def policy(self, phase: Phase) -> Policy:
         """The rule that decides a phase now."""
-        if "policy" in self._off and self._fallback_policy is not None:
-            return self._fallback_policy
-        return self._policies[phase]
+        return self._live.policy(phase)
 
     def set_policy(self, phase: Phase, policy: Policy) -> None:
-        """The rule for the next decisions of a phase."""
-        self._policies[phase] = policy
+        """The rule of a phase."""
+        self._live.set_policy(phase, policy)
 
     def set_switch(self, name: str, on: bool) -> None:
-        """Turns a part on or off for the next decisions.
+        """Turns a part on or off.
 
         Raises:
             InvalidRequest: no such switch.
         """
-        if name not in SWITCHES:
-            raise InvalidRequest("switch", name, f"must be one of {list(SWITCHES)}")
-        off = set(self._off) - {name} if on else set(self._off) | {name}
-        self._off = tuple(sorted(off))
-        self._apply_switches()
+        self._live.set_switch(name, on)
 
     @property
     def switches_off(self) -> tuple[str, ...]:
         """Kill switches that are off, sorted."""
-        return self._off
+        return self._live.off
 
     # Inside.
 
@@ -365,7 +337,7 @@ class Router:
         self,
         request: Request,
         phase: Phase,
-        known: _Open | None,
+        known: OpenRequest | None,
         *,
         signature: Signature | None = None,
         source: WorkerInfo | None = None,
@@ -373,7 +345,8 @@ class Router:
     ) -> Placed:
         began_s = self._cpu_s() if self._cpu_s is not None else 0.0
         now_s = self._clock.monotonic_s()
-        table = self._table()
+        live = self._live
+        table = live.table(self.fleet.workers)
         if known is None:
             check_limits(request, self.config.limits, num_open=len(self._open), now_s=now_s)
             cells = table.cells(request)
@@ -395,7 +368,7 @@ class Router:
             )
             try:
                 choice = self._chooser.choose(
-                    given, self.policy(phase), self._learned, self._draws.at(self._sequence)
+                    given, live.policy(phase), live.learned, self._draws.at(self._sequence)
                 )
             except Rejected as error:
                 refused = refused or error
@@ -409,92 +382,57 @@ class Router:
         self,
         given: StageInput,
         choice: StageChoice,
-        known: _Open | None,
+        known: OpenRequest | None,
         table_version: str,
         began_s: float,
     ) -> Placed:
         """Reserves the chosen worker and keeps what the record will need."""
         request, phase, view, ranking = given.request, given.phase, given.view, choice.ranking
-        worker = view.workers[ranking.chosen]
         evidence = gather(
             choice.context,
             ranking,
             choice.found,
-            everyone=self._on_sample(given.sequence, self.config.record_everyone),
+            everyone=self._recorder.everyone(given.sequence),
             decide_us=0.0 if self._cpu_s is None else (self._cpu_s() - began_s) * 1e6,
         )
-        lease = self.fleet.reserve(self._reservation(given, choice))
+        lease = self.fleet.reserve(reservation(given, choice, self.config))
         self._sequence += 1
         self._turns[phase] += 1
-        runner_up, delta = None, 0.0
-        if ranking.runner_up >= 0:
-            runner_up = view.workers[ranking.runner_up]
-            delta = float(ranking.score[ranking.runner_up] - ranking.score[ranking.chosen])
         placed = Placed(
             request_id=request.request_id,
             phase=phase,
             variant=given.cell.variant,
             pool=given.cell.pool,
-            worker=worker,
+            worker=view.workers[ranking.chosen],
             lease=lease,
-            runner_up=runner_up,
-            score_delta=delta,
+            runner_up=view.workers[ranking.runner_up] if ranking.runner_up >= 0 else None,
+            score_delta=ranking.delta(),
             unit=ranking.unit,
             fallback=ranking.fallback,
             block_hashes=choice.block_hashes,
             cached_tokens=int(choice.context.cached_tokens[ranking.chosen]),
             sequence=given.sequence,
-            policy=self.policy(phase).name,
+            policy=self._live.policy(phase).name,
             table_version=table_version,
             decided_at_s=self._clock.wall_s(),
-            switches=self._off,
+            switches=self._live.off,
             signature=given.signature,
             evidence=evidence,
         )
-        if self._guard is not None and isinstance(ranking.terms, DecodePrices):
-            mean_tokens_per_s = choice.context.decode_tokens_per_s(ranking.chosen)
-            if given.signature is not None and mean_tokens_per_s > 0.0:
-                self._guard.expect(
-                    request.request_id,
-                    by_signature_s=float(ranking.terms.step_with_s[ranking.chosen]),
-                    by_mean_s=1.0 / mean_tokens_per_s,
-                )
+        if self._guard is not None:
+            expect_step(self._guard, given, choice)
         if known is None:
-            known = self._open[request.request_id] = _Open(request, given.cell, lease.expires_at_s)
+            known = self._open[request.request_id] = OpenRequest(
+                request, given.cell, lease.expires_at_s
+            )
         known.cell = given.cell
         known.placed[phase] = placed
         known.unrecorded.append(placed)
         known.expires_at_s = max(known.expires_at_s, lease.expires_at_s)
-        self._unrecorded.append(placed)
-        if len(self._unrecorded) > self.config.max_unrecorded:
-            self.record(self._unrecorded.popleft())
+        self._recorder.add(placed)
         return placed
 
-    def _reservation(self, given: StageInput, choice: StageChoice) -> Reservation:
-        request, phase, context = given.request, given.phase, choice.context
-        row = choice.ranking.chosen
-        now_s = given.view.taken_at_s
-        decodes = phase is Phase.DECODE
-        uncached = request.num_prompt_tokens - int(context.cached_tokens[row])
-        length = request.length.mean_tokens
-        return Reservation(
-            lease_id=f"{self.config.router_id}/{given.sequence}",
-            request_id=request.request_id,
-            phase=phase,
-            worker_id=given.view.workers[row].worker_id,
-            reserved_at_s=now_s,
-            expires_at_s=now_s + self.config.lease_s,
-            prefill_tokens=0 if decodes else max(1, uncached),
-            kv_blocks=choice.found.blocks_on(row),
-            kv_tokens=request.num_prompt_tokens + (0.5 * length if decodes else 0.0),
-            decode_tokens=length if decodes else 0.0,
-            tokens_per_s=_decode_tokens_per_s(choice) if decodes else 0.0,
-            lambda_usd_per_s=context.target.lambda_usd_per_s,
-            tpot_limit_s=context.target.tpot_p99_s,
-            keep=context.keep,
-        )
-
-    def _known(self, request: Request) -> _Open | None:
+    def _known(self, request: Request) -> OpenRequest | None:
         """The open request of this id, moved on to a continuation of its prompt if it is one."""
         known = self._open.get(request.request_id)
         if known is None or known.request is request:
@@ -512,7 +450,7 @@ class Router:
         return known
 
     def _still_placed(
-        self, known: _Open | None, phase: Phase, exclude: frozenset[str]
+        self, known: OpenRequest | None, phase: Phase, exclude: frozenset[str]
     ) -> Placed | None:
         """A stage's open placement; one that failed is freed, to be placed anew."""
         placed = None if known is None else known.placed.get(phase)
@@ -525,7 +463,7 @@ class Router:
         known.retries += 1
         return None
 
-    def _give_up(self, known: _Open, phase: Phase) -> None:
+    def _give_up(self, known: OpenRequest, phase: Phase) -> None:
         self.record(known.placed.pop(phase))
         self.fleet.release(known.request.request_id, phase)
 
@@ -546,14 +484,14 @@ class Router:
         retries = 0
         if self._guard is not None:
             self._guard.realise(request_id, tpot_s if status is OutcomeStatus.OK else None)
-            self._apply_switches()
+            self._live.refresh()
         if known is not None:
             retries = known.retries
             for phase in Phase:
                 self.fleet.release(request_id, phase)
             for placed in known.unrecorded:
                 self.record(placed)
-        self._write(
+        self._recorder.write(
             OutcomeRecord(
                 request_id=request_id,
                 ended_at_s=self._clock.wall_s(),
@@ -566,44 +504,3 @@ class Router:
                 retries=retries,
             )
         )
-
-    def _table(self) -> RoutingTable:
-        if self._pushed_table is not None and "routing_table" not in self._off:
-            return self._pushed_table
-        workers = self.fleet.workers
-        if self._static is None or self._static[0] is not workers:
-            self._static = (workers, static_table(workers))
-        return self._static[1]
-
-    def _apply_switches(self) -> None:
-        parts, off = self._parts, self._off
-        self._learned = Learned(
-            experts=None if "experts" in off else parts.experts,
-            regions=None if "regions" in off else parts.regions,
-            prefix_index=None if "prefix_index" in off else parts.prefix_index,
-            signature_weight=parts.signature_weight
-            * (1.0 if self._guard is None else self._guard.weight),
-        )
-
-    def _on_sample(self, sequence: int, share: float) -> bool:
-        """Whether a decision is among a share of all: a hash, so replays agree."""
-        mixed = (sequence * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-        return mixed < share * 2.0**64
-
-    def _record_all(self) -> None:
-        while self._unrecorded:
-            self.record(self._unrecorded.popleft())
-
-    def _write(self, line: LogLine) -> None:
-        self._ring.add(line)
-        if self._sink is not None:
-            self._sink.write(line)
-
-
-def _decode_tokens_per_s(choice: StageChoice) -> float:
-    """Decode speed the request is expected to see; 0.0 when nothing is priced."""
-    row, terms = choice.ranking.chosen, choice.ranking.terms
-    if not isinstance(terms, DecodePrices):
-        return choice.context.decode_tokens_per_s(row)
-    step_s = float(terms.step_with_s[row])
-    return 1.0 / step_s if step_s > 0.0 else 0.0

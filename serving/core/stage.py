@@ -24,6 +24,9 @@ from serving.core.feasibility import (
     hand_over_ok,
     raise_infeasible,
 )
+from serving.core.guard import SignatureGuard
+from serving.core.lease import Reservation
+from serving.core.objective import DecodePrices
 from serving.core.placement import PlacementContext, Policy, Ranking, Regions
 from serving.core.ports import PrefixIndex
 from serving.core.request import Request
@@ -231,3 +234,50 @@ class StageChooser:
         cluster = experts.nearest(signature.vector)
         keep = experts.keep(signature, weight=learned.signature_weight, cluster=cluster)
         return keep, cluster
+
+
+def reservation(given: StageInput, choice: StageChoice, config: RouterConfig) -> Reservation:
+    """What the request is counted as on the chosen worker."""
+    request, phase, context = given.request, given.phase, choice.context
+    row = choice.ranking.chosen
+    now_s = given.view.taken_at_s
+    decodes = phase is Phase.DECODE
+    uncached = request.num_prompt_tokens - int(context.cached_tokens[row])
+    length = request.length.mean_tokens
+    return Reservation(
+        lease_id=f"{config.router_id}/{given.sequence}",
+        request_id=request.request_id,
+        phase=phase,
+        worker_id=given.view.workers[row].worker_id,
+        reserved_at_s=now_s,
+        expires_at_s=now_s + config.lease_s,
+        prefill_tokens=0 if decodes else max(1, uncached),
+        kv_blocks=choice.found.blocks_on(row),
+        kv_tokens=request.num_prompt_tokens + (0.5 * length if decodes else 0.0),
+        decode_tokens=length if decodes else 0.0,
+        tokens_per_s=_decode_tokens_per_s(choice) if decodes else 0.0,
+        lambda_usd_per_s=context.target.lambda_usd_per_s,
+        tpot_limit_s=context.target.tpot_p99_s,
+        keep=context.keep,
+    )
+
+
+def _decode_tokens_per_s(choice: StageChoice) -> float:
+    """Decode speed the request is expected to see; 0.0 when nothing is priced."""
+    row, terms = choice.ranking.chosen, choice.ranking.terms
+    if not isinstance(terms, DecodePrices):
+        return choice.context.decode_tokens_per_s(row)
+    step_s = float(terms.step_with_s[row])
+    return 1.0 / step_s if step_s > 0.0 else 0.0
+
+
+def expect_step(guard: SignatureGuard, given: StageInput, choice: StageChoice) -> None:
+    """Leaves the guard both predictions of a decode step, where there are two."""
+    row, terms = choice.ranking.chosen, choice.ranking.terms
+    mean_tokens_per_s = choice.context.decode_tokens_per_s(row)
+    if given.signature is not None and isinstance(terms, DecodePrices) and mean_tokens_per_s > 0:
+        guard.expect(
+            given.request.request_id,
+            by_signature_s=float(terms.step_with_s[row]),
+            by_mean_s=1.0 / mean_tokens_per_s,
+        )
