@@ -221,15 +221,9 @@ class Router:
         ttft_s: float | None = None,
         tpot_s: float | None = None,
     ) -> None:
-        """The request ended otherwise.
+        """The request ended otherwise; a REJECTED one need not have been placed.
 
-        Args:
-            request_id: which; a REJECTED one need not have been placed.
-            status: how.
-            error: reason name of the error tree.
-            num_output_tokens: tokens the client got before.
-            ttft_s: time to the first of them, None without one.
-            tpot_s: time per further one, None without.
+        `error` is the reason name of the error tree; the rest is what the client got before.
         """
         self._end(
             request_id,
