@@ -56,6 +56,7 @@ class SurvivalRows:
         self._default_scale = layer_scale
         self._ones = np.ones(size, np.float32)
         self._joined: dict[int, list[np.ndarray]] = {}
+        self._rows: ExpertRows | None = None
         self._worker_ids: tuple[str, ...] = ()
         self._row_of: dict[str, int] = {}
         self._log = np.zeros((0, size), np.float64)
@@ -75,6 +76,7 @@ class SurvivalRows:
             return
         for row in tuple(self._joined):
             self._take_logs(row)
+        self._rows = None
         old = [self._row_of.get(worker_id, -1) for worker_id in worker_ids]
         num, had = len(worker_ids), np.array([row >= 0 for row in old], bool)
         source = np.array([row for row in old if row >= 0], np.int64)
@@ -154,6 +156,7 @@ class SurvivalRows:
             ValueError: a profile of another length, or outside [0, 1].
         """
         num = len(self._worker_ids)
+        self._rows = None
         self._scale = np.full(num, self._default_scale)
         for worker_id, scale in (layer_scale or {}).items():
             if worker_id in self._row_of:
@@ -178,17 +181,19 @@ class SurvivalRows:
             self._refresh_prior(row)
 
     def rows(self) -> ExpertRows:
-        """The state as a view carries it; the matrices are not copied."""
-        prior = self._profiles is not None
-        return ExpertRows(
-            survival=self._survival,
-            survival_sum=self._sum.copy(),
-            num_modelled=self._num.copy(),
-            layer_scale=self._scale,
-            total_experts=self._total,
-            survival_prior=self._prior_survival if prior else None,
-            survival_prior_sum=self._prior_sum.copy() if prior else None,
-        )
+        """The state as a view carries it: these very arrays, which the next join changes."""
+        if self._rows is None:
+            prior = self._profiles is not None
+            self._rows = ExpertRows(
+                survival=self._survival,
+                survival_sum=self._sum,
+                num_modelled=self._num,
+                layer_scale=self._scale,
+                total_experts=self._total,
+                survival_prior=self._prior_survival if prior else None,
+                survival_prior_sum=self._prior_sum if prior else None,
+            )
+        return self._rows
 
     def _take_logs(self, row: int) -> None:
         """Moves joins into the log row; put off until somebody leaves, off the decision."""
