@@ -374,3 +374,14 @@ def test_the_shipped_workloads_load():
         for name, spec in workloads.items()
     }
     assert geometries["task_qwen3_30b"] == (48, 128, 8)
+
+
+def test_the_shipped_calibrations_lie_in_the_published_ranges():
+    for name, spec in load_workloads(REPOSITORY / "configs/replay/eldr/workloads.yaml").items():
+        if spec.bias == Bias():
+            continue
+        measured = spec.measured
+        low, high = (0.17, 0.21) if spec.group == "task" else (0.03, 0.10)
+        assert low <= measured["union_reduction_32"] <= high, name
+        assert 0.70 <= measured["prefill_decode_correlation"] <= 0.92, name
+        assert 0.60 <= measured["spearman"] <= 0.75, name
