@@ -113,7 +113,10 @@ def _check_experts(
         found = np.bincount(flat.ravel(), minlength=counts[row].size)
         if not np.array_equal(found, counts[row].ravel()):
             raise CaptureError(file, "must add up to the counts", row=row, field=name)
-    ordered = np.sort(experts, axis=2)
-    if (wrong := np.flatnonzero((ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2)))).size:
-        row = int(np.searchsorted(starts, wrong[0], side="right")) - 1
+    doubled = np.zeros(len(experts), bool)
+    for first in range(geometry.top_k):
+        for second in range(first):
+            doubled |= (experts[..., first] == experts[..., second]).any(axis=1)
+    if doubled.any():
+        row = int(np.searchsorted(starts, np.argmax(doubled), side="right")) - 1
         raise CaptureError(file, "a token's experts must be distinct", row=row, field=name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.fit.rank_correlation import dot, ranks, standardised
+from calibration.fit.rank_correlation import correlation_with, ranks, standardised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ def select_layers(weighted: np.ndarray, decode: np.ndarray, pairs: np.ndarray) -
         best, best_rho = remaining[0], -np.inf
         for layer in remaining:
             distance = _distances(dots + layer_dots[layer], squares + layer_squares[layer], pairs)
-            rho = dot(standardised(ranks(distance)), target_ranks)
+            rho = correlation_with(target_ranks, distance)
             if rho > best_rho:  # strictly: the first layer wins a tie
                 best, best_rho = layer, rho
         dots += layer_dots[best]

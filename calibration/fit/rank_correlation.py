@@ -14,20 +14,40 @@ def ranks(values: np.ndarray) -> np.ndarray:
     Returns:
         float64 [P].
     """
+    order, by_order = _ranked(values)
+    result = np.empty(len(values))
+    result[order] = by_order
+    return result
+
+
+def correlation_with(target: np.ndarray, values: np.ndarray) -> float:
+    """Spearman's rho with a target whose ranks are already `standardised`.
+
+    Args:
+        target: float64 [P], `standardised(ranks(...))` of the other side.
+        values: float [P].
+    """
+    order, by_order = _ranked(values)
+    by_order -= (len(values) + 1) / 2
+    length = np.sqrt(dot(by_order, by_order))
+    # Gathering the target into the order of the values spares putting the ranks back in place.
+    return float(dot(by_order, target[order]) / length) if length > 0 else 0.0
+
+
+def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending order of the values [P], and the rank of each in that order, float64 [P]."""
     order = np.argsort(values)
     ordered = values[order]
     by_order = np.arange(1.0, len(values) + 1)
     is_tie = ordered[1:] == ordered[:-1]
     if is_tie.any():
-        starts = np.flatnonzero(np.concatenate([[True], ~is_tie]))
-        sizes = np.diff(starts, append=len(values))
+        edges = np.flatnonzero(np.concatenate([[True], ~is_tie, [True]]))
+        starts, sizes = edges[:-1], edges[1:] - edges[:-1]
         tied = sizes > 1  # few, as a rule; the rest keeps its place
         starts, sizes = starts[tied], sizes[tied]
         ramp = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         by_order[np.repeat(starts, sizes) + ramp] = np.repeat(starts + (sizes + 1) / 2, sizes)
-    result = np.empty(len(values))
-    result[order] = by_order
-    return result
+    return order, by_order
 
 
 def standardised(values: np.ndarray) -> np.ndarray:
@@ -47,4 +67,4 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 
     A constant says nothing about order, so it counts as no correlation rather than as NaN.
     """
-    return dot(standardised(ranks(first)), standardised(ranks(second)))
+    return correlation_with(standardised(ranks(first)), second)
