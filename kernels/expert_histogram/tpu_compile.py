@@ -81,16 +81,18 @@ def has_libtpu() -> bool:
 
 def set_compiler_environment(environment: MutableMapping[str, str], dump_folder: Path) -> None:
     """Sets what libtpu reads: no chip to look for, schedules into `dump_folder`."""
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v6e-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": (
-            f"--xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_pass_label_regex=final.*"
-        ),
-    }
+    environment.update(
+        {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "v6e-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": (
+                f"--xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_pass_label_regex=final.*"
+            ),
+        }
+    )
 
 
 def compile_and_time(chip: str, spec: HistogramSpec, dump_folder: Path) -> KernelTime:
