@@ -112,8 +112,9 @@ async def run(config: DemoConfig, console: Console) -> int:
     (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(played.explanation, highlight=False, soft_wrap=True)
     console.print(table_of(result["policies"]))
-    for name, comparison in result["comparisons"].items():
-        console.print(comparison_line(name, comparison), highlight=False, soft_wrap=True)
+    for name, plain in result["comparisons"].items():
+        line = comparison_line(name, plain, result["at_equal_batch"][name])
+        console.print(line, highlight=False, soft_wrap=True)
     same = "identical" if not differing else f"DIFFER for {len(differing)} prompts"
     console.print(
         f"outputs over all policies, rounds and the model run alone: {same}; "

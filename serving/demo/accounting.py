@@ -49,18 +49,21 @@ class RequestCost:
 
     Attributes:
         request_id: whose.
-        num_decode_tokens: tokens made by decode steps.
-        distinct_experts: mean over those tokens of their step's distinct experts.
-        batch_tokens: mean over those tokens of their step's batch.
+        step_experts: of each decode step that made one of its tokens, the distinct experts.
+        step_batches: of the same steps, the tokens.
         ttft_s, tpot_s: see the module's text; NaN where too few tokens were made.
     """
 
     request_id: str
-    num_decode_tokens: int
-    distinct_experts: float
-    batch_tokens: float
+    step_experts: tuple[float, ...]
+    step_batches: tuple[int, ...]
     ttft_s: float
     tpot_s: float
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens made by decode steps."""
+        return len(self.step_experts)
 
 
 def request_costs(
@@ -87,9 +90,8 @@ def request_costs(
             continue
         costs[request_id] = RequestCost(
             request_id=request_id,
-            num_decode_tokens=len(mine),
-            distinct_experts=float(np.mean([step.distinct_experts for step in mine])),
-            batch_tokens=float(np.mean([step.num_tokens for step in mine])),
+            step_experts=tuple(step.distinct_experts for step in mine),
+            step_batches=tuple(step.num_tokens for step in mine),
             ttft_s=ttft_s,
             tpot_s=tpot_s,
         )
@@ -100,14 +102,13 @@ def summarise(
     costs: Sequence[RequestCost], steps: Sequence[Step], *, num_requests: int, num_failed: int
 ) -> dict[str, float]:
     """The figures of one policy over all its rounds (keys of the demo's summary file)."""
-    tokens = np.array([cost.num_decode_tokens for cost in costs], float)
     decode = [step for step in steps if step.kind == "decode"]
     durations_ms = np.array([step.duration_s for step in decode]) * 1e3
     tpot_ms = np.array([cost.tpot_s for cost in costs]) * 1e3
     ttft_ms = np.array([cost.ttft_s for cost in costs]) * 1e3
     return {
-        "distinct_experts_per_step": _weighted([c.distinct_experts for c in costs], tokens),
-        "mean_batch_per_worker": _weighted([c.batch_tokens for c in costs], tokens),
+        "distinct_experts_per_step": float(np.mean([n for c in costs for n in c.step_experts])),
+        "mean_batch_per_worker": float(np.mean([n for c in costs for n in c.step_batches])),
         "mean_batch_per_step": float(np.mean([step.num_tokens for step in decode])),
         "step_ms_p50": float(np.median(durations_ms)),
         "step_ms_mean_by_token": float(
@@ -120,7 +121,3 @@ def summarise(
         "num_requests": num_requests,
         "num_failed": num_failed,
     }
-
-
-def _weighted(values: Sequence[float], weights: np.ndarray) -> float:
-    return float(np.average(np.asarray(values), weights=weights))

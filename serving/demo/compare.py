@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from serving.demo.accounting import RequestCost
+from serving.demo.accounting import RequestCost, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +32,67 @@ class Comparison:
         return self.low_pct > 0 or self.high_pct < 0
 
 
-def compare_distinct_experts(
-    policy: Sequence[Mapping[str, RequestCost]],
-    baseline: Sequence[Mapping[str, RequestCost]],
+class Weighed(NamedTuple):
+    """What one request adds to both sides of a ratio: the policy's figure is sum over sum."""
+
+    experts: float
+    weight: float
+
+
+def by_token(costs: Mapping[str, RequestCost]) -> dict[str, Weighed]:
+    """Distinct experts over the tokens whose steps touched them."""
+    return {
+        key: Weighed(sum(cost.step_experts), cost.num_decode_tokens) for key, cost in costs.items()
+    }
+
+
+def experts_by_batch(steps: Iterable[Step], *, min_steps: int = 20) -> dict[int, float]:
+    """Mean distinct experts of decode steps of each batch size seen at least `min_steps` times."""
+    seen: dict[int, list[float]] = {}
+    for step in steps:
+        if step.kind == "decode":
+            seen.setdefault(step.num_tokens, []).append(step.distinct_experts)
+    return {
+        batch: float(np.mean(found)) for batch, found in seen.items() if len(found) >= min_steps
+    }
+
+
+def at_equal_batch(
+    costs: Mapping[str, RequestCost], expected: Mapping[int, float]
+) -> dict[str, Weighed]:
+    """Distinct experts over what steps of the same batch sizes touch under the baseline.
+
+    A rule that bunches requests makes bigger steps, one that spreads them smaller ones, and so
+    does a machine that slows down for a while: none of that is left in this ratio. Tokens of
+    steps whose size is not in `expected` are left out.
+    """
+    weighed = {}
+    for key, cost in costs.items():
+        pairs = [
+            (experts, expected[batch])
+            for experts, batch in zip(cost.step_experts, cost.step_batches, strict=True)
+            if batch in expected
+        ]
+        if pairs:
+            weighed[key] = Weighed(*np.sum(pairs, axis=0).tolist())
+    return weighed
+
+
+def compare(
+    policy: Sequence[Mapping[str, Weighed]],
+    baseline: Sequence[Mapping[str, Weighed]],
     rng: np.random.Generator,
     *,
     num_draws: int = 2000,
 ) -> Comparison:
-    """Token-weighted distinct experts per step, policy against baseline.
+    """Distinct experts per step, policy against baseline.
 
     Round i of both sent the same prompts at the same times; a draw takes the same resampled
     prompts on both sides, so what a prompt costs by itself cancels.
 
     Args:
-        policy: per round, prompt key -> cost. Prompts missing on one side are left out.
+        policy: per round, prompt key -> `by_token` or `at_equal_batch`. Prompts missing on one
+            side are left out.
         baseline: the same rounds of the policy compared with.
         rng: for the bootstrap.
         num_draws: bootstrap draws.
@@ -68,22 +116,12 @@ def compare_distinct_experts(
     )
 
 
-def _paired(ours: Mapping[str, RequestCost], theirs: Mapping[str, RequestCost]) -> np.ndarray:
-    """float64 [prompts, 4]: experts * tokens and tokens of the policy, then of the baseline."""
+def _paired(ours: Mapping[str, Weighed], theirs: Mapping[str, Weighed]) -> np.ndarray:
+    """float64 [prompts, 4]: experts and weight of the policy, then of the baseline."""
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         raise ValueError("a round has no prompt that both policies finished")
-    return np.array(
-        [
-            [
-                ours[key].distinct_experts * ours[key].num_decode_tokens,
-                ours[key].num_decode_tokens,
-                theirs[key].distinct_experts * theirs[key].num_decode_tokens,
-                theirs[key].num_decode_tokens,
-            ]
-            for key in common
-        ]
-    )
+    return np.array([[*ours[key], *theirs[key]] for key in common])
 
 
 def _percent(sums: np.ndarray) -> np.ndarray:

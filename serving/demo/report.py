@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from serving.demo.accounting import summarise
-from serving.demo.compare import Comparison, compare_distinct_experts
+from serving.demo.compare import (
+    Comparison,
+    Weighed,
+    at_equal_batch,
+    by_token,
+    compare,
+    experts_by_batch,
+)
 from serving.demo.rounds import POLICIES, Run
 
 SCHEMA_VERSION = 1
@@ -45,15 +52,21 @@ def summarise_runs(runs: Sequence[Run], *, seed: int) -> dict[str, Any]:
         )
         for name, mine in by_policy.items()
     }
-    base = [run.costs for run in by_policy[BASELINE]]
-    comparisons = {
-        name: compare_distinct_experts(
-            [run.costs for run in mine], base, np.random.default_rng(seed)
-        )
-        for name, mine in by_policy.items()
-        if name != BASELINE
+    expected = experts_by_batch(step for run in by_policy[BASELINE] for step in run.steps)
+
+    def against_baseline(weigh: Callable[[Run], Mapping[str, Weighed]]) -> dict[str, Comparison]:
+        base = [weigh(run) for run in by_policy[BASELINE]]
+        return {
+            name: compare([weigh(run) for run in mine], base, np.random.default_rng(seed))
+            for name, mine in by_policy.items()
+            if name != BASELINE
+        }
+
+    return {
+        "policies": policies,
+        "comparisons": against_baseline(lambda run: by_token(run.costs)),
+        "at_equal_batch": against_baseline(lambda run: at_equal_batch(run.costs, expected)),
     }
-    return {"policies": policies, "comparisons": comparisons}
 
 
 def summary_json(
@@ -69,16 +82,21 @@ def summary_json(
         "outputs_differing": list(differing),
         "settings": dict(settings),
         "policies": result["policies"],
-        "distinct_experts_against_jsq": {
-            name: {
-                "mean_pct": comparison.mean_pct,
-                "ci_low_pct": comparison.low_pct,
-                "ci_high_pct": comparison.high_pct,
-                "excludes_zero": comparison.excludes_zero,
-                "per_round_pct": list(comparison.per_round_pct),
-            }
-            for name, comparison in result["comparisons"].items()
-        },
+        "distinct_experts_against_jsq": _intervals(result["comparisons"]),
+        "distinct_experts_against_jsq_at_equal_batch": _intervals(result["at_equal_batch"]),
+    }
+
+
+def _intervals(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
+    return {
+        name: {
+            "mean_pct": comparison.mean_pct,
+            "ci_low_pct": comparison.low_pct,
+            "ci_high_pct": comparison.high_pct,
+            "excludes_zero": comparison.excludes_zero,
+            "per_round_pct": list(comparison.per_round_pct),
+        }
+        for name, comparison in comparisons.items()
     }
 
 
@@ -93,10 +111,13 @@ def table_of(policies: Mapping[str, Mapping[str, float]]) -> Table:
     return table
 
 
-def comparison_line(name: str, comparison: Comparison) -> str:
+def comparison_line(name: str, plain: Comparison, equal_batch: Comparison) -> str:
     """One policy against the baseline, in a sentence."""
-    verdict = "excludes 0" if comparison.excludes_zero else "includes 0"
     return (
-        f"{name} against {BASELINE}: {comparison.mean_pct:+.2f}% distinct experts per step, "
-        f"95% interval {comparison.low_pct:+.2f} .. {comparison.high_pct:+.2f} ({verdict})"
+        f"{name} against {BASELINE}: {_interval(plain)} distinct experts per step; "
+        f"at equal batch {_interval(equal_batch)}"
     )
+
+
+def _interval(comparison: Comparison) -> str:
+    return f"{comparison.mean_pct:+.1f}% ({comparison.low_pct:+.1f} .. {comparison.high_pct:+.1f})"
