@@ -25,8 +25,9 @@ from serving.core.worker import KvOrder, Role
 
 SCHEMA_VERSION = 1
 
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
+_LARGEST = 1e15  # no setting means anything beyond; infinities and NaN are refused with it
+Positive = Annotated[float, Meta(gt=0, le=_LARGEST)]
+NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]

@@ -92,6 +92,12 @@ class UnknownModel(InvalidRequest):
     reason = "UNKNOWN_MODEL"
 
 
+class UnknownRequest(InvalidRequest):
+    """Nothing is known, or known any more, of the named request."""
+
+    reason = "UNKNOWN_REQUEST"
+
+
 class Rejected(EldrError):
     """The request is fine but the fleet cannot take it now.
 

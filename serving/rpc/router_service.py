@@ -17,7 +17,7 @@ import msgspec
 
 from serving.core.clock import Clock
 from serving.core.decision import OutcomeStatus, encode_line
-from serving.core.errors import InvalidRequest, LeaseError
+from serving.core.errors import InvalidRequest, LeaseError, UnknownRequest
 from serving.core.lease import Lease
 from serving.core.placed import Placed
 from serving.core.request import Request
@@ -176,7 +176,7 @@ class RouterService:
         lines = self._router.explain(message.request_id)
         if not lines:
             near = nearest_ids(message.request_id, self._router.recent_ids())
-            raise InvalidRequest(
+            raise UnknownRequest(
                 "request_id",
                 message.request_id,
                 f"no decision of it is kept in memory; nearest known: {', '.join(near) or 'none'}",

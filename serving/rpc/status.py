@@ -7,7 +7,7 @@ incident id: the id goes to the client, the stack trace to the log, never the ot
 
     ConfigError, ArtefactError   INTERNAL             (the operator's fault, logged with an id)
     InvalidRequest               INVALID_ARGUMENT
-      UnknownModel               NOT_FOUND
+      UnknownModel, -Request     NOT_FOUND
     Rejected                     RESOURCE_EXHAUSTED for lack of room or budget, else UNAVAILABLE
     LeaseError                   FAILED_PRECONDITION
     DeadlineExceeded             DEADLINE_EXCEEDED
@@ -34,6 +34,7 @@ from serving.core.errors import (
     Rejected,
     RejectReason,
     UnknownModel,
+    UnknownRequest,
     WorkerLost,
 )
 
@@ -56,7 +57,7 @@ _REJECT_CODES = {
 def code_of(error: BaseException) -> grpc.StatusCode:
     """The gRPC code of an error; INTERNAL for everything outside the tree."""
     match error:
-        case UnknownModel():
+        case UnknownModel() | UnknownRequest():
             return grpc.StatusCode.NOT_FOUND
         case InvalidRequest():
             return grpc.StatusCode.INVALID_ARGUMENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_input_paths_start_at_the_files_folder() -> None:
         ("router.lease_s", 0, ["router.lease_s", "0", "> 0"]),
         ("router.record_all_share", 1.5, ["router.record_all_share", "1.5", "<= 1"]),
         ("router.default_slo", "D", ["router.default_slo", "'D'", "Invalid enum"]),
+        ("router.lease_s", math.inf, ["router.lease_s", "inf"]),
+        ("router.lease_s", math.nan, ["router.lease_s", "nan"]),
         ("slo.A.lambda_usd_per_s", -1.0, ["lambda_usd_per_s", "> 0"]),
         ("schema_version", 2, ["schema_version", "2", "must be 1"]),
         ("embedded.token_buckets", [32, 16], ["embedded.token_buckets", "ascending"]),

@@ -88,7 +88,7 @@ def server():
         def Explain(self, request, context):
             if request.request_id == "known":
                 return router_pb2.ExplainResponse(text="request known\n")
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no decision of it is kept in memory")
+            context.abort(grpc.StatusCode.NOT_FOUND, "no decision of it is kept in memory")
 
     door = grpc.server(futures.ThreadPoolExecutor(1))
     router_pb2_grpc.add_RouterServicer_to_server(Door(), door)

@@ -68,6 +68,7 @@ class TransferParams:
     hand_over: HandOver | None = None
 
 
+_NULL = msgspec.Raw(b"null")  # as proxies send what they leave out
 _ORDER = msgspec.json.Decoder(_Order)
 _HAND_OVER = msgspec.json.Decoder(HandOver)
 
@@ -85,9 +86,8 @@ def parse_transfer_params(text: str) -> TransferParams:
     try:
         order = _ORDER.decode(text)
         members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        takes = order.do_remote_prefill or any(
-            name in members for name in ("remote_request_id", "lease", "remote_block_ids")
-        )
+        carries = any(members.get(name, _NULL) != _NULL for name in HandOver.__struct_fields__)
+        takes = order.do_remote_prefill or carries
         hand_over = _HAND_OVER.decode(text) if takes else None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(_FIELD, text, f"must be a hand-over object: {error}") from error

@@ -253,7 +253,7 @@ def test_explain_and_list_workers(scenario: Scenario) -> None:
         assert [line["kind"] for line in lines] == ["decision", "decision", "outcome"]
         assert lines[1]["stage"]["winner"] in answer.text
         failure = await rig.failure(rig.router.Explain(pb.ExplainRequest(request_id="r2")))
-        assert (failure.code, failure.facts["value"]) == (Code.INVALID_ARGUMENT, "'r2'")
+        assert (failure.code, failure.facts["value"]) == (Code.NOT_FOUND, "'r2'")
         assert "nearest known: r1" in failure.facts["rule"]
         rig.app.fleet.set_state("d1", WorkerState.PARKED)
         workers = (await rig.router.ListWorkers(pb.ListWorkersRequest())).workers

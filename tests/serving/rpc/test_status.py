@@ -19,6 +19,7 @@ from serving.core.errors import (
     Rejected,
     RejectReason,
     UnknownModel,
+    UnknownRequest,
     WorkerLost,
 )
 from serving.rpc import status
@@ -42,6 +43,7 @@ def _details(
     [
         (InvalidRequest("f", 1, "r"), Code.INVALID_ARGUMENT, "INVALID_REQUEST", None),
         (UnknownModel("model", "x", "r"), Code.NOT_FOUND, "UNKNOWN_MODEL", None),
+        (UnknownRequest("request_id", "x", "r"), Code.NOT_FOUND, "UNKNOWN_REQUEST", None),
         (LeaseError("l", "p"), Code.FAILED_PRECONDITION, "LEASE", None),
         (DeadlineExceeded(num_tokens=2), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", None),
         (WorkerLost("w", "gone"), Code.UNAVAILABLE, "WORKER_LOST", 0.5),
@@ -76,7 +78,8 @@ def _subclasses(root: type[EldrError]) -> set[type[EldrError]]:
 
 
 def test_every_error_of_the_tree_is_mapped_on_purpose() -> None:
-    mapped = {InvalidRequest, UnknownModel, LeaseError, DeadlineExceeded, WorkerLost, KvLost}
+    wrong = {InvalidRequest, UnknownModel, UnknownRequest}
+    mapped = wrong | {LeaseError, DeadlineExceeded, WorkerLost, KvLost}
     internal = {EldrError, ConfigError, ArtefactError}
     named = {cls for cls in _subclasses(EldrError) if not cls.__name__.startswith("_")}
     here = {cls for cls in named if cls.__module__ == "serving.core.errors"}

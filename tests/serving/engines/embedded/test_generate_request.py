@@ -170,6 +170,10 @@ def test_hand_over_round_trip():
     with pytest.raises(InvalidRequest, match="at once"):
         parse_transfer_params(both)
     assert parse_transfer_params('{"do_remote_decode": true, "tp_size": 1}').do_remote_decode
+    left_out = '{"do_remote_decode": true, "remote_host": null, "remote_block_ids": null}'
+    assert parse_transfer_params(left_out).do_remote_decode
+    with pytest.raises(InvalidRequest, match="missing required field"):
+        parse_transfer_params('{"remote_host": "127.0.0.1", "remote_port": 7}')
 
 
 json_values = st.recursive(
