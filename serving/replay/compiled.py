@@ -26,6 +26,13 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(cache=True, error_model="numpy")(function) if numba is not None else function
 
 
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function into its callers: handing dozens of arrays over outweighs a step."""
+    if numba is None:
+        return function
+    return numba.njit(cache=True, error_model="numpy", inline="always")(function)
+
+
 def _row_of_python(key: Any, token: int, start: int, num_rows: int) -> int:
     """Row of an output token: the token's own draw from its prompt's rows."""
     value = (int(key) + int(token) * 0x9E3779B97F4A7C15) & _MASK

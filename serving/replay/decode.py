@@ -165,22 +165,23 @@ class DecodeFleet:
         """From its next step on the worker is `factor` times as slow as modelled."""
         self.workers.factor[worker] = factor
 
-    def num_running(self, worker: int) -> int:
-        """Requests in its steps."""
-        return int(self.workers.num_active[worker] + self.workers.num_pending[worker])
+    def running(self) -> np.ndarray:
+        """Requests in each worker's steps, int64 [W]."""
+        return self.workers.num_active + self.workers.num_pending
 
-    def num_waiting(self, worker: int) -> int:
-        """Requests queued inside it."""
-        return len(self._waiting[worker])
+    def waiting(self) -> list[int]:
+        """Requests queued inside each worker."""
+        return [len(queue) for queue in self._waiting]
 
-    def measured_factor(self, worker: int) -> float | None:
-        """Step time over the model's since the last call; None when no step ran."""
-        workers = self.workers
-        busy_s = float(workers.busy_s[worker] - self._reported[0, worker])
-        modelled_s = float(workers.modelled_s[worker] - self._reported[1, worker])
-        self._reported[0, worker] = workers.busy_s[worker]
-        self._reported[1, worker] = workers.modelled_s[worker]
-        return busy_s / modelled_s if modelled_s > 0 else None
+    def measured_factors(self) -> list[float | None]:
+        """Step time over the model's since the last call; None where no step ran."""
+        sums = np.stack((self.workers.busy_s, self.workers.modelled_s))
+        busy_s, modelled_s = sums - self._reported
+        self._reported = sums
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factors = busy_s / modelled_s
+        ran = modelled_s > 0
+        return [f if r else None for f, r in zip(factors.tolist(), ran.tolist(), strict=True)]
 
     def _drain(self, endings: list[Ending]) -> None:
         out = self._out
@@ -214,7 +215,7 @@ class DecodeFleet:
         workers, waiting = self.workers, self._waiting[worker]
         block = int(self.times.block_tokens[0])
         while waiting:
-            total = self.num_running(worker)
+            total = int(workers.num_active[worker] + workers.num_pending[worker])
             held = int(self.requests.context[waiting[0]])
             # A step needs room for a token more; an empty worker takes what feasibility let in.
             blocks = -(-held // block)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serving.replay.compiled import jit, layers_s, row_of
+from serving.replay.compiled import inlined, jit, layers_s, row_of
 
 RUNNING, FREED, OUT_OF_KV = 0, 1, 2
 """What a worker waits for: nothing, admission of waiting requests, a preemption."""
@@ -147,7 +147,7 @@ class Scratch(NamedTuple):
     found: np.ndarray
 
 
-@jit
+@inlined
 def start_step(worker, now_s, workers, requests, times, tally, scratch):
     """Begins the worker's next step at `now_s`, pending requests included."""
     num = workers.num_active[worker] + workers.num_pending[worker]
@@ -209,7 +209,7 @@ def start_step(worker, now_s, workers, requests, times, tally, scratch):
         tally.bins[min(max(place, 0), NUM_BINS - 1)] += num
 
 
-@jit
+@inlined
 def end_step(worker, workers, requests, times, out):
     """Gives every active request its token; those that are done leave. Returns how many left."""
     now_s = workers.step_end_s[worker]

@@ -3,8 +3,9 @@
     arrival         a router places the prompt; the prefill worker queues it
     prefill step    ends: its prompts' first tokens; a router places their decode
     hand-over       ends: the request joins its decode worker
-    decode          runs between events (replay/decode_kernel.py); first and last tokens reach
-                    the router before the next event does
+    decode          runs on its own (replay/decode_kernel.py) and is caught up with before
+                    anything reads it or adds to it; first and last tokens reach the router then,
+                    each at its own time
     telemetry       workers report to every router, late or not at all
     fleet events    slow-down, crash, leave, join
 
@@ -27,7 +28,7 @@ from serving.core.decision import OutcomeStatus
 from serving.core.errors import ConfigError, InvalidRequest, Rejected
 from serving.core.placed import Placed
 from serving.core.request import Request, SloClass
-from serving.core.worker import Role, WorkerInfo, WorkerState
+from serving.core.worker import WorkerInfo, WorkerState
 from serving.fleet.registry import LoadReport
 from serving.replay.config import EventSection, PolicySection, Scenario
 from serving.replay.decode import DecodeFleet
@@ -178,6 +179,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._order = 0
         self._epoch = np.zeros(len(prefill), np.int64)
+        self._settled_s = -np.inf
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Outcome:
         """Runs until every request has ended.
@@ -199,9 +201,7 @@ class Simulation:
                 # Decode is all that is left; it needs no event to go on.
                 self._settle(np.inf)
                 continue
-            at_s, _, action, arguments = heapq.heappop(self._events)
-            self._settle(at_s)
-            self.clock.now_s = at_s
+            self.clock.now_s, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
             if on_progress is not None and told - self._num_open >= 500:
                 on_progress(told - self._num_open)
@@ -266,6 +266,7 @@ class Simulation:
         self._start_prefill(row)
 
     def _place_decode(self, request: int) -> None:
+        self._catch_up()
         asked = self._request(request)
         source = self._prefill_infos[int(self._placed_prefill[request])]
         try:
@@ -301,8 +302,16 @@ class Simulation:
             return  # placed anew since: the worker was lost
         if self._decode_infos[row].worker_id in self._dead:
             return  # nobody knows yet that it is lost
+        self._catch_up()
         self._joined[request] = True
         self.decode.join(row, request, self.clock.now_s)
+
+    def _catch_up(self) -> None:
+        """Lets decode run up to now."""
+        now_s = self.clock.now_s
+        if self._settled_s < now_s:
+            self._settle(now_s)
+            self.clock.now_s = self._settled_s = now_s
 
     def _settle(self, until_s: float) -> None:
         """Lets decode run up to an event, and tells the routers what came of it."""
@@ -346,11 +355,9 @@ class Simulation:
 
     def _report(self) -> None:
         """Every worker reports, routers refit and let time pass; again after the interval."""
+        self._catch_up()
         routers, now_s = self.scenario.routers, self.clock.now_s
-        reports = []
-        for worker in (*self._prefill_infos, *self._decode_infos):
-            if worker.worker_id in self._present:
-                reports.append((worker.worker_id, self._load(worker)))
+        reports = self._loads()
         for replica in self.replicas:
             heard = reports
             if routers.telemetry_loss > 0:
@@ -370,19 +377,37 @@ class Simulation:
             if replica.fleet.find(worker_id) is not None:
                 replica.fleet.update(worker_id, report, self.clock.now_s)
 
-    def _load(self, worker: WorkerInfo) -> LoadReport:
-        if worker.role is Role.PREFILL:
-            num = self.prefill[self._prefill_row[worker.worker_id]].num_queued
-            return LoadReport(num_running=num, num_waiting=0, kv_blocks_used=0)
-        row = self._decode_row[worker.worker_id]
-        return LoadReport(
-            num_running=self.decode.num_running(row),
-            num_waiting=self.decode.num_waiting(row),
-            kv_blocks_used=int(self.decode.workers.kv_blocks[row]),
-            speed_factor=self.decode.measured_factor(row),
+    def _loads(self) -> list[tuple[str, LoadReport]]:
+        """What every worker that is there says of itself."""
+        present, decode = self._present, self.decode
+        reports = [
+            (worker_id, LoadReport(num_running=num, num_waiting=0, kv_blocks_used=0))
+            for worker_id, num in zip(
+                self._prefill_row, (worker.num_queued for worker in self.prefill), strict=True
+            )
+            if worker_id in present
+        ]
+        told = zip(
+            self._decode_row,
+            decode.running().tolist(),
+            decode.waiting(),
+            decode.workers.kv_blocks.tolist(),
+            decode.measured_factors(),
+            strict=True,
         )
+        for worker_id, running, waiting, blocks, factor in told:
+            if worker_id in present:
+                load = LoadReport(
+                    num_running=running,
+                    num_waiting=waiting,
+                    kv_blocks_used=blocks,
+                    speed_factor=factor,
+                )
+                reports.append((worker_id, load))
+        return reports
 
     def _happen(self, event: EventSection) -> None:
+        self._catch_up()
         if event.worker not in (self._decode_row.keys() | self._prefill_row.keys()):
             raise ConfigError("events.worker", event.worker, "no such worker in this fleet")
         if event.kind == "slow":
@@ -417,6 +442,7 @@ class Simulation:
         )
 
     def _notice(self, worker_id: str, lost: list[int]) -> None:
+        self._catch_up()
         for replica in self.replicas:
             if replica.fleet.find(worker_id) is not None:
                 replica.fleet.set_state(worker_id, WorkerState.LOST)

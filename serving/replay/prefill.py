@@ -1,8 +1,10 @@
 """Prefill workers: chunked prefill in token buckets, a prefix cache with eviction.
 
 A step packs uncached tokens of the queue's first requests up to the chunk size and runs as the
-smallest bucket that holds them (no buckets: as they are). The cache keeps full blocks, least
-recently used first out; blocks of prompts in the queue are not pinned.
+smallest bucket that holds them (no buckets: as they are). Steps that one long prompt fills alone
+depend on nobody else, so they run as one stretch; a slow-down takes hold at the next one. The
+cache keeps full blocks, least recently used first out; blocks of prompts in the queue are not
+pinned.
 """
 
 from __future__ import annotations
@@ -118,11 +120,25 @@ class PrefillWorker:
         return not self._running
 
     def start(self) -> float | None:
-        """Begins a step.
+        """Begins a step, or a stretch of steps that the first prompt fills alone.
 
         Returns:
-            Its seconds, None when nothing is queued.
+            Their seconds, None when nothing is queued.
         """
+        seconds = self._step()
+        if seconds is None:
+            self._running = False
+            return None
+        while not self._ending and self._fills_a_step(self._queue[0]):
+            seconds += self._step() or 0.0
+        self._running = True
+        return seconds * self.factor
+
+    def _fills_a_step(self, job: _Job) -> bool:
+        return job.num_tokens - job.done_tokens >= self._chunk_tokens
+
+    def _step(self) -> float | None:
+        """Packs a step; its seconds as modelled, None when nothing is queued."""
         left, attended = self._chunk_tokens, 0.0
         self._ending = []
         while self._queue and left > 0:
@@ -138,15 +154,13 @@ class PrefillWorker:
             self._ending.append(self._queue.popleft())
         num_tokens = self._chunk_tokens - left
         if num_tokens == 0:
-            self._running = False
             return None
         padded = num_tokens
         if self._buckets.size:
             place = min(int(self._buckets.searchsorted(num_tokens)), self._buckets.size - 1)
             padded = max(num_tokens, int(self._buckets[place]))
         self.num_padded_tokens += padded
-        self._running = True
-        return self._times.step_s(padded, attended) * self.factor
+        return self._times.step_s(padded, attended)
 
     def finish(self) -> list[int]:
         """Ends the step under way.

@@ -156,7 +156,7 @@ def test_a_full_worker_lets_requests_wait_and_takes_them_in_turn():
     for request in range(5):
         decode.join(0, request, 0.0)
     # The first starts alone at once; the second fills the other slot.
-    assert (decode.num_running(0), decode.num_waiting(0)) == (2, 3)
+    assert (decode.running()[0], decode.waiting()[0]) == (2, 3)
     order = [e.request for e in decode.advance(np.inf) if e.finished]
     assert order == [0, 1, 2, 3, 4]
 
@@ -191,7 +191,7 @@ def test_a_slow_worker_takes_its_factor_and_reports_it():
         decode.set_factor(0, factor)
         decode.join(0, 0, 0.0)
         decode.advance(np.inf)
-        return float(rows.last_s[0]), decode.measured_factor(0)
+        return float(rows.last_s[0]), decode.measured_factors()[0]
 
     plain, slow = last_s(1.0), last_s(2.5)
     assert slow[0] == pytest.approx(2.5 * plain[0])

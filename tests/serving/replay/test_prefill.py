@@ -30,7 +30,18 @@ def test_chunks_pack_prompts_in_turn():
 def test_a_long_prompt_takes_several_chunks():
     worker = PrefillWorker(TIMES, chunk_tokens=100)
     worker.enqueue(7, 250, hashes())
-    assert drain(worker) == [(2.0, []), (2.0, []), (1.5, [7])]
+    # Two full chunks are one stretch; the rest of it may share its step.
+    assert worker.start() == pytest.approx(4.0)
+    worker.enqueue(8, 40, hashes())
+    assert worker.finish() == []
+    assert drain(worker) == [(1.9, [7, 8])]
+
+
+def test_a_prompt_of_whole_chunks_ends_with_its_stretch():
+    worker = PrefillWorker(TIMES, chunk_tokens=100)
+    worker.enqueue(7, 300, hashes())
+    worker.enqueue(8, 10, hashes())
+    assert drain(worker) == [(6.0, [7]), (1.1, [8])]
 
 
 def test_buckets_pad():
