@@ -32,7 +32,7 @@ demo: $(STAMP)
 	$(BIN)/python -m serving.demo_main --out=out/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not parity and not soak"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not parity"
 
 check: $(STAMP) lint types imports test
 
