@@ -75,11 +75,12 @@ def _runner_up(stage: StageDecision) -> str:
 
 
 def _scores(stage: StageDecision) -> str:
-    """One row per candidate: score, J, terms in dollars, inputs."""
+    """One row per candidate: score, J, terms in dollars, inputs, the words behind them."""
     names = _term_names(stage.candidates)
     facts = _fact_names(stage.candidates)
     head = ["", "worker", f"score ({stage.unit})", "J $"]
-    head += [f"{name} $" for name in names] + facts + ["why not"]
+    words = list(dict.fromkeys(name for c in stage.candidates for name in c.labels))
+    head += [f"{name} $" for name in names] + facts + words + ["why not"]
     rows = []
     for candidate in stage.candidates:
         mark = {stage.winner: "*", stage.runner_up: "+"}.get(candidate.worker_id, "")
@@ -90,6 +91,7 @@ def _scores(stage: StageDecision) -> str:
             [mark, candidate.worker_id, score, total]
             + [_number(usd[name]) if name in usd else "-" for name in names]
             + [_number(candidate.inputs[n]) if n in candidate.inputs else "-" for n in facts]
+            + [candidate.labels.get(name, "-") for name in words]
             + [candidate.why_not]
         )
     return "candidates (* winner, + runner-up)\n" + _table(head, rows)

@@ -7,14 +7,15 @@ array arithmetic. Only what a worker IS enters here; how it stands is the view's
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.core.worker import WorkerInfo
+from serving.core.padding import BucketGroup, PrefillCharge, bucket_table, charge
+from serving.core.request import SloClass
+from serving.core.worker import Padding, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,8 @@ class CellCost:
 
     Attributes:
         usd_per_chip_hour: price of one chip.
+        class_usd_per_chip_hour: opportunity rate of classes that pay another one: owned,
+            depreciated chips are cheap for those who need nothing better.
         prefill, step: time models.
         kv_bytes_per_token: bytes of KV a hand-over moves per prompt token.
         needs_equal_tensor_parallel: prefill and decode must span equally many chips (TPU).
@@ -118,10 +121,13 @@ class CellCost:
     kv_bytes_per_token: float = 0.0
     needs_equal_tensor_parallel: bool = False
     version: str = "unversioned"
+    class_usd_per_chip_hour: Mapping[SloClass, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_finite("usd_per_chip_hour", self.usd_per_chip_hour, "finite and >= 0")
         _require_finite("kv_bytes_per_token", self.kv_bytes_per_token, "finite and >= 0")
+        for slo, usd in self.class_usd_per_chip_hour.items():
+            _require_finite(f"class_usd_per_chip_hour[{slo.value}]", usd, "finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +140,7 @@ class WorkerCosts:
         row_of: worker id -> row.
         known: bool [W], a `CellCost` exists; the other columns are 0 where not.
         rate_usd_per_s: float64 [W], chips times price per chip-second.
+        class_rate_usd_per_s: the same for classes with an opportunity rate somewhere.
         prefill_chunk_s, prefill_token_s: float64 [W].
         step_base_s: float64 [W], base + L * c0.
         expert_s: float64 [W], c2 (per distinct expert over all layers).
@@ -142,7 +149,10 @@ class WorkerCosts:
         total_experts: float64 [W], L * E.
         miss: float64 [W], 1 - k / E.
         kv_bytes_per_token: float64 [W].
-        bucket_groups: pairs of rows int64 [G] and what n tokens run as, `BucketTable`.
+        bucket_groups: triples of rows int64 [G], what n tokens run as (`BucketTable`), and
+            whether a step is padded as a whole.
+        pool_rows: rows int64 of each (model, pool).
+        compiled: bool [W], has compiled buckets: a TPU cell, whose step times are tight.
         max_num_seqs, max_context_tokens, block_size_tokens, num_kv_blocks, page_size_tokens,
             tensor_parallel: int64 [W], from `Capabilities`.
         any_tp: bool [W], hand-over does not need equal tensor parallelism.
@@ -165,7 +175,10 @@ class WorkerCosts:
     total_experts: np.ndarray
     miss: np.ndarray
     kv_bytes_per_token: np.ndarray
-    bucket_groups: tuple[tuple[np.ndarray, BucketTable], ...]
+    class_rate_usd_per_s: Mapping[SloClass, np.ndarray]
+    bucket_groups: tuple[BucketGroup, ...]
+    pool_rows: tuple[np.ndarray, ...]
+    compiled: np.ndarray
     max_num_seqs: np.ndarray
     max_context_tokens: np.ndarray
     block_size_tokens: np.ndarray
@@ -183,8 +196,41 @@ class WorkerCosts:
             tuple(self.workers[row] for row in rows.tolist()),
             self.known.take(rows),
             {name: getattr(self, name).take(rows) for name in _COLUMNS},
+            {slo: rate.take(rows) for slo, rate in self.class_rate_usd_per_s.items()},
             self.versions,
         )
+
+    def rate_for(self, slo: SloClass) -> np.ndarray:
+        """What a class pays for each worker, float64 [W] in $/s."""
+        return self.class_rate_usd_per_s.get(slo, self.rate_usd_per_s)
+
+    def charge(
+        self, tokens: np.ndarray, queued: np.ndarray, started: np.ndarray | None
+    ) -> PrefillCharge:
+        """What a prompt adds to each worker's prefill steps, given what is queued there.
+
+        Where steps are padded, the request pays for the bucket it pushes the waiting tokens
+        into, and slack that is there anyway is free. The step under way cannot be joined.
+
+        Args:
+            tokens: int64 [W], uncached prompt tokens, >= 1.
+            queued: float64 [W], whole prompt tokens reserved and not done.
+            started: float64 [W], of these those a step took up already; None for none.
+        """
+        if len(self.bucket_groups) == 1:
+            return charge(self.bucket_groups[0], tokens, queued, started)
+        out = PrefillCharge(*(np.empty(tokens.shape) for _ in range(4)))
+        for group in self.bucket_groups:
+            rows = group[0]
+            part = charge(
+                group,
+                tokens.take(rows),
+                queued.take(rows),
+                None if started is None else started.take(rows),
+            )
+            for whole, some in zip(out, part, strict=True):
+                whole[rows] = some
+        return out
 
     def padded(
         self, tokens: np.ndarray, rows: np.ndarray | None = None
@@ -206,54 +252,25 @@ class WorkerCosts:
             padded, chunks = self.padded(everybody)
             return padded[rows], chunks[rows]
         padded, chunks = np.empty(tokens.shape, np.int64), np.empty(tokens.shape, np.int64)
-        for rows, table in self.bucket_groups:
+        for rows, table, _ in self.bucket_groups:
             padded[rows], chunks[rows] = table.padded(tokens[rows])
         return padded, chunks
 
 
-class BucketTable:
-    """What n tokens run as under one set of compiled buckets.
-
-    Attributes:
-        buckets: ascending; () for no padding.
-    """
-
-    def __init__(self, buckets: tuple[int, ...]) -> None:
-        self.buckets = buckets
-        self._sizes = np.array(buckets, np.int64)
-        # A look-up per worker instead of a division and a search.
-        self._padded, self._chunks = self._compute(np.arange(_MAX_TABLED_TOKENS))
-
-    def padded(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens with padding, and chunks: int64 [n] each for int64 [n] >= 0 tokens."""
-        try:
-            return self._padded.take(tokens), self._chunks.take(tokens)
-        except IndexError:
-            return self._compute(tokens)
-
-    def _compute(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if not self.buckets:
-            return tokens.copy(), (tokens > 0).astype(np.int64)
-        largest = self.buckets[-1]
-        full = tokens // largest
-        rest = tokens - full * largest
-        tail = np.where(rest > 0, self._sizes[self._sizes.searchsorted(rest)], 0)
-        return full * largest + tail, full + (rest > 0)
-
-
 class CostBook:
-    """Cell costs by (model variant, hardware)."""
+    """Cell costs by (model variant, hardware), or by these and the chips of a worker."""
 
-    def __init__(self, cells: Mapping[tuple[str, str], CellCost]) -> None:
-        self._cells = dict(cells)
+    def __init__(self, cells: Mapping[CostKey, CellCost]) -> None:
+        self._cells: dict[CostKey, CellCost] = dict(cells)
 
-    def get(self, model: str, hardware: str) -> CellCost | None:
-        """The cell's cost, None when nobody calibrated it."""
-        return self._cells.get((model, hardware))
+    def get(self, worker: WorkerInfo) -> CellCost | None:
+        """The cost of a worker's cell, None when nobody calibrated it."""
+        found = self._cells.get((worker.model, worker.hardware, worker.num_chips))
+        return self._cells.get((worker.model, worker.hardware)) if found is None else found
 
     def rows(self, workers: tuple[WorkerInfo, ...]) -> WorkerCosts:
         """Coefficients of some workers; a worker of an unknown cell is marked, not fatal."""
-        cells = [self._cells.get((w.model, w.hardware)) for w in workers]
+        cells = [self.get(worker) for worker in workers]
         columns = {name: np.zeros(len(workers)) for name in _COLUMNS}
         for row, (worker, cell) in enumerate(zip(workers, cells, strict=True)):
             if cell is not None:
@@ -261,10 +278,16 @@ class CostBook:
                     columns[name][row] = value
         known = np.array([cell is not None for cell in cells], bool)
         versions = tuple(sorted({cell.version for cell in cells if cell is not None}))
-        return _rows(workers, known, columns, versions)
+        rates: dict[SloClass, np.ndarray] = {}
+        for row, (worker, cell) in enumerate(zip(workers, cells, strict=True)):
+            for slo, usd in () if cell is None else cell.class_usd_per_chip_hour.items():
+                of_class = rates.setdefault(slo, columns["rate_usd_per_s"].copy())
+                of_class[row] = worker.num_chips * usd / 3600.0
+        return _rows(workers, known, columns, rates, versions)
 
 
-_MAX_TABLED_TOKENS = 1 << 15
+CostKey = tuple[str, str] | tuple[str, str, int]
+
 
 _COLUMNS = (
     "rate_usd_per_s",
@@ -302,11 +325,16 @@ def _rows(
     workers: tuple[WorkerInfo, ...],
     known: np.ndarray,
     columns: Mapping[str, np.ndarray],
+    rates: Mapping[SloClass, np.ndarray],
     versions: tuple[str, ...],
 ) -> WorkerCosts:
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    pools: dict[tuple[str, str], list[int]] = {}
     for row, worker in enumerate(workers):
-        groups.setdefault(worker.capabilities.buckets_tokens, []).append(row)
+        pools.setdefault((worker.model, worker.pool), []).append(row)
+        limits = worker.capabilities
+        key = limits.buckets_tokens, limits.pads is Padding.STEP
+        groups.setdefault(key, []).append(row)
 
     def limit(name: str) -> np.ndarray:
         return np.array([getattr(w.capabilities, name) for w in workers], np.int64)
@@ -320,8 +348,12 @@ def _rows(
         row_of={worker.worker_id: row for row, worker in enumerate(workers)},
         known=known,
         bucket_groups=tuple(
-            (np.array(rows, np.int64), _bucket_table(buckets)) for buckets, rows in groups.items()
+            (np.array(rows, np.int64), bucket_table(buckets), is_step)
+            for (buckets, is_step), rows in groups.items()
         ),
+        class_rate_usd_per_s=dict(rates),
+        pool_rows=tuple(np.array(rows, np.int64) for rows in pools.values()),
+        compiled=np.array([bool(w.capabilities.buckets_tokens) for w in workers], bool),
         max_num_seqs=limit("max_num_seqs"),
         max_context_tokens=contexts,
         shortest_context=int(contexts.min(initial=np.iinfo(np.int64).max)),
@@ -334,11 +366,6 @@ def _rows(
         versions=versions,
         **floats,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _bucket_table(buckets: tuple[int, ...]) -> BucketTable:
-    return BucketTable(buckets)
 
 
 def _require_finite(name: str, value: float, rule: str) -> None:

@@ -48,6 +48,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         score: the policy's key, lower is better; None when infeasible.
         why_not: the rule it breaks when infeasible, else "".
+        labels: words behind the terms: the link KV would come over, the decode worker a
+            prefill choice counts on.
         terms: the objective, term by term.
         total_usd: J, the sum of the COST terms.
         inputs: the view's row behind the terms (running, free blocks, age, cached tokens ...).
@@ -60,6 +62,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[CostTerm, ...] = ()
     total_usd: float = 0.0
     inputs: dict[str, float] = {}
+    labels: dict[str, str] = {}
     why_not: str = ""
 
 

@@ -45,11 +45,11 @@ class FitRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRows:
-    """One cell's rows of a view; they hold until the fleet changes.
+    """Rows of a view against the cells of a choice; they hold until the fleet changes.
 
     Attributes:
-        model: bool [W], right model variant.
-        pool: bool [W], right pool.
+        model: bool [W], a model variant of the cells.
+        pool: bool [W], a pool of the cells.
         ready: bool [W], READY.
         usable: bool [W], all of them and a known cost.
         kv_reserve: float64 [W], KV blocks kept free on a busy worker.
@@ -62,11 +62,15 @@ class CellRows:
     kv_reserve: np.ndarray
 
 
-def cell_rows(cell: TableCell, costs: WorkerCosts, rules: FitRules) -> CellRows:
+def cell_rows(cells: tuple[TableCell, ...], costs: WorkerCosts, rules: FitRules) -> CellRows:
     """The part of feasibility that follows from what workers are."""
     workers = costs.workers
-    model = np.array([w.model == cell.variant for w in workers], bool)
-    pool = np.array([w.pool == cell.pool for w in workers], bool)
+    keys = {cell.key for cell in cells}
+    variants, pools = {variant for variant, _ in keys}, {pool for _, pool in keys}
+    model = np.array([w.model in variants for w in workers], bool)
+    pool = np.array([(w.model, w.pool) in keys for w in workers], bool)
+    if len(keys) == 1:
+        pool = np.array([w.pool in pools for w in workers], bool)
     ready = np.array([w.state is WorkerState.READY for w in workers], bool)
     return CellRows(
         model=model,
@@ -85,7 +89,7 @@ class FitQuestion(NamedTuple):
         phase: which half of it.
         view: the snapshot, W rows.
         costs: the same rows' coefficients and limits.
-        cell: the same rows against the chosen cell.
+        cell: the same rows against the cells of the choice.
         rules: margins.
         target: the request's class.
         transfer_s: float64 [W], hand-over seconds; None when nothing moves.
@@ -205,7 +209,7 @@ def feasibility(asked: FitQuestion) -> Feasibility:
     return Feasibility(mask=mask, kv_blocks=blocks, question=asked, transfer_ok=transfer_ok)
 
 
-def raise_infeasible(found: Feasibility, cell: TableCell) -> None:
+def raise_infeasible(found: Feasibility, cells: tuple[TableCell, ...]) -> None:
     """Says why nobody can take a request.
 
     Raises:
@@ -216,7 +220,8 @@ def raise_infeasible(found: Feasibility, cell: TableCell) -> None:
     request, costs = asked.request, asked.costs
     rules = dict(found.rules())
     alive = rules["model"] & rules["pool"] & rules["state"] & rules["stale"]
-    where = f"{asked.phase.value} workers of pool {cell.pool!r} serving {cell.variant!r}"
+    named = " or ".join(f"pool {cell.pool!r} serving {cell.variant!r}" for cell in cells)
+    where = f"{asked.phase.value} workers of {named}"
     if not alive.any():
         in_cell = int((rules["model"] & rules["pool"]).sum())
         raise Rejected(RejectReason.NO_LIVE_WORKER, f"none of {in_cell} {where} is ready and fresh")

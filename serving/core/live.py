@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serving.core.errors import InvalidRequest
+from serving.core.experts import ExpertProfiles
 from serving.core.guard import SignatureGuard
-from serving.core.placement import Policy
+from serving.core.placement import Policy, Regions
 from serving.core.router_config import SWITCHES
 from serving.core.routing_table import RoutingTable, static_table
 from serving.core.stage import Learned
@@ -99,3 +100,48 @@ class LiveParts:
             prefix_index=None if "prefix_index" in off else parts.prefix_index,
             signature_weight=parts.signature_weight * trust,
         )
+
+
+class LiveControls:
+    """What operators and learners change on a router; it holds from the next decision on."""
+
+    _live: LiveParts
+
+    def set_table(self, table: RoutingTable | None) -> None:
+        """A pushed routing table; None returns to the static fallback."""
+        self._live.set_table(table)
+
+    def set_regions(self, regions: Regions | None) -> None:
+        """Fitted regions."""
+        self._live.set_parts(regions=regions)
+
+    def set_experts(self, experts: ExpertProfiles | None) -> None:
+        """Decode profiles."""
+        self._live.set_parts(experts=experts)
+
+    def set_signature_weight(self, weight: float) -> None:
+        """Trust in signatures, in [0, 1]; a guard may lower it further."""
+        if not 0.0 <= weight <= 1.0:
+            raise ValueError(f"{weight=} must lie in [0, 1]")
+        self._live.set_parts(signature_weight=weight)
+
+    def policy(self, phase: Phase) -> Policy:
+        """The rule that decides a phase now."""
+        return self._live.policy(phase)
+
+    def set_policy(self, phase: Phase, policy: Policy) -> None:
+        """The rule of a phase."""
+        self._live.set_policy(phase, policy)
+
+    def set_switch(self, name: str, on: bool) -> None:
+        """Turns a part on or off.
+
+        Raises:
+            InvalidRequest: no such switch.
+        """
+        self._live.set_switch(name, on)
+
+    @property
+    def switches_off(self) -> tuple[str, ...]:
+        """Kill switches that are off, sorted."""
+        return self._live.off

@@ -10,10 +10,18 @@ The terms are products an operator can redo with the facts beside them; they sum
 
 Prefill of a prompt, `f` the worker's measured slowness:
 
-    queue           queued tokens * token_s * f                           at lambda
-    prefill         (uncached * token_s + chunks * chunk_s) * f           at rate + lambda
-    padding         (bucket - uncached) * token_s * f                     at rate + lambda
+    queue           (tokens before * token_s + their chunks * chunk_s) * f  at lambda
+    prefill_delay   (uncached * token_s + chunks * chunk_s) * f           at lambda
+    prefill_compute the same seconds                                      at rate
+    padding         (computed - uncached) * token_s * f                   at rate + lambda
+    interference    seconds computed                                      at sum_j lambda_j
     prefix_saving   cached * token_s * f                                  at rate + lambda, INFO
+    ttft            queue + computed                                      at lambda, INFO
+
+`computed` and `chunks` are what the request ADDS to the steps of the tokens waiting there
+(core/padding.py): padding is negative where it fills slack that others caused. `interference`
+is what a prefill step costs those who decode on the same worker. `prefix_saving` is
+saved tokens / live prefill tokens per second * (rate + lambda): there is no alpha.
 
 Decode, L = E[len_r], t0 = t(S), t1 = t(S + r):
 
@@ -21,6 +29,7 @@ Decode, L = E[len_r], t0 = t(S), t1 = t(S + r):
     decode_delay    L * t1                                                at lambda
     decode_compute  L * (t1 - t0)                                         at rate
     externality     sum_j min(L, rem_j) * (t1 - t0)                       at each lambda_j
+    expert_locality J by the mean number of experts, minus J              INFO
     region_prior    (L + others) * c2 * f * experts the region holds      SCORE
     tail_weight     J at t_ref * (t / t_ref)^p, minus J                   SCORE
 """
@@ -35,6 +44,7 @@ import numpy as np
 from serving.core.costs import WorkerCosts
 from serving.core.decision import TermKind
 from serving.core.placement import PlacementContext, TermMatrix
+from serving.core.prefill_prices import PrefillPrices
 from serving.core.worker import Phase
 
 
@@ -105,58 +115,6 @@ def price(
     return DecodePrices(context, context.costs, options, rows)
 
 
-class PrefillPrices:
-    """Prices of running the prompt; at least its last token is always computed.
-
-    Attributes:
-        score_usd: float64 [W], J.
-        ttft_s: float64 [W], predicted seconds from now to the first token.
-    """
-
-    def __init__(self, context: PlacementContext, costs: WorkerCosts) -> None:
-        self._context = context
-        num_tokens = context.request.num_prompt_tokens
-        self._cached = np.minimum(context.cached_tokens, num_tokens - 1)
-        self._uncached = num_tokens - self._cached
-        self._padded, self._chunks = costs.padded(self._uncached)
-        self._token_s = costs.prefill_token_s * context.view.speed_factor
-        self._chunk_s = costs.prefill_chunk_s * context.view.speed_factor
-        self._queue_s = context.view.queued_prefill_tokens * self._token_s
-        run_s = self._padded * self._token_s
-        run_s += self._chunks * self._chunk_s
-        self._price = context.target.lambda_usd_per_s
-        self._both = costs.rate_usd_per_s + self._price
-        self.ttft_s = self._queue_s + run_s
-        run_s *= self._both
-        run_s += self._queue_s * self._price
-        self.score_usd = run_s
-
-    def breaks_target(self) -> np.ndarray:
-        """First token later than the class's TTFT after arrival, bool [W]."""
-        waited_s = self._context.view.taken_at_s - self._context.request.arrival_s
-        return self.ttft_s > self._context.target.ttft_p99_s - max(0.0, waited_s)
-
-    def matrix(self) -> TermMatrix:
-        """The terms, float64 [W, 4]."""
-        padding_s = (self._padded - self._uncached) * self._token_s
-        prefill_s = self._uncached * self._token_s + self._chunks * self._chunk_s
-        saving_s = self._cached * self._token_s
-        seconds = np.stack((self._queue_s, prefill_s, padding_s, saving_s), axis=1)
-        usd = seconds * self._both[:, None]
-        usd[:, 0] = self._queue_s * self._price
-        return TermMatrix(
-            names=("queue", "prefill", "padding", "prefix_saving"),
-            kinds=(TermKind.COST, TermKind.COST, TermKind.COST, TermKind.INFO),
-            seconds=seconds,
-            usd=usd,
-            facts=(
-                ("uncached_tokens", self._uncached),
-                ("padded_tokens", self._padded),
-                ("ttft_s", self.ttft_s),
-            ),
-        )
-
-
 class DecodePrices:
     """Prices of decoding the request beside what each worker runs.
 
@@ -177,7 +135,8 @@ class DecodePrices:
         rows: np.ndarray | None,
     ) -> None:
         self._context = context
-        self._rate = costs.rate_usd_per_s
+        self._rate = costs.rate_for(context.request.slo)
+        self._costs = costs
         self._length = context.request.length.mean_tokens
         self._price = context.target.lambda_usd_per_s
         self._saved_s: np.ndarray | None = None
@@ -208,7 +167,7 @@ class DecodePrices:
         return self.step_with_s > limit
 
     def matrix(self) -> TermMatrix:
-        """The terms, float64 [W, 4 to 6]."""
+        """The terms, float64 [W, 4 to 7]."""
         length, price, added_s = self._length, self._price, self._added_s
         delay_s, compute_s = length * self.step_with_s, length * added_s
         names = ["transfer", "decode_delay", "decode_compute", "externality"]
@@ -229,10 +188,17 @@ class DecodePrices:
             names.append("tail_weight")
             seconds.append(extra1 * length + (extra1 - extra0) * (length + self._other_tokens))
             usd.append(extra1 * (length * price) + (extra1 - extra0) * grows)
-        num_score = len(names) - 4
+        kinds = [TermKind.COST] * 4 + [TermKind.SCORE] * (len(names) - 4)
+        if self._context.keep is not None and self._context.view.experts is not None:
+            fewer = self._mean_experts() - self._experts
+            fewer *= self._costs.expert_s * self._context.view.speed_factor
+            names.append("expert_locality")
+            kinds.append(TermKind.INFO)
+            seconds.append(length * fewer[1])
+            usd.append(grows * (fewer[1] - fewer[0]) + length * price * fewer[1])
         return TermMatrix(
             names=tuple(names),
-            kinds=(TermKind.COST,) * 4 + (TermKind.SCORE,) * num_score,
+            kinds=tuple(kinds),
             seconds=np.stack(seconds, axis=1),
             usd=np.stack(usd, axis=1),
             facts=(
@@ -243,6 +209,12 @@ class DecodePrices:
                 ("others_tokens", self._other_tokens),
             ),
         )
+
+    def _mean_experts(self) -> np.ndarray:
+        """Expected experts without and with the request, float64 [2, W], signatures unknown."""
+        costs, num = self._costs, self._context.view.num_inflight
+        missed = costs.total_experts * costs.miss**num
+        return np.stack((costs.total_experts - missed, costs.total_experts - missed * costs.miss))
 
     def _step_times(
         self,

@@ -34,6 +34,8 @@ class Placed:
         sequence: the decision's number; its draws are keyed by it.
         policy: name of the rule.
         table_version: routing table consulted.
+        usd_per_request: its estimate for the cell, None when it made none.
+        table_source: what that estimate rests on.
         decided_at_s: unix seconds.
         switches: kill switches that were off.
         signature: the signature the choice was given.
@@ -60,6 +62,8 @@ class Placed:
     switches: tuple[str, ...]
     signature: Signature | None
     evidence: Evidence | None
+    usd_per_request: float | None = None
+    table_source: str = ""
 
     @property
     def recorded(self) -> bool:

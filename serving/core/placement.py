@@ -8,6 +8,7 @@ as a row; scores stay arrays. `CostTerm` objects (serving/core/decision.py) are 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,29 @@ class Regions(Protocol):
         ...
 
 
+class DecodeAhead(Protocol):
+    """Decode as a prefill choice sees it (serving/core/ahead.py)."""
+
+    def usd(self, rows: np.ndarray) -> np.ndarray:
+        """J of decoding on each prefill row's best partner, hand-over included.
+
+        Args:
+            rows: int64 [R], rows of the prefill view.
+
+        Returns:
+            float64 [R]; inf where nobody could decode.
+        """
+        ...
+
+    def breaks_target(self, rows: np.ndarray) -> np.ndarray:
+        """Whose best partner would break the class's targets, bool [R]."""
+        ...
+
+    def matrix(self, rows: np.ndarray) -> TermMatrix:
+        """The terms of the best partners of `rows`, one row each."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacementContext:
     """Everything a policy may look at for one choice.
@@ -58,6 +82,9 @@ class PlacementContext:
         experts: decode profiles, or None without an expert model.
         keep: float32 [M], 1 - q of the request per masked (layer, expert), or None.
         cluster: the calibration cluster nearest to the signature, -1 without either.
+        links: int8 [W], which link KV would come over (core/transfer.py LINKS); None where
+            nothing moves.
+        ahead: prefill only: what decode would cost from each worker; None where nobody looks.
     """
 
     request: Request
@@ -75,6 +102,8 @@ class PlacementContext:
     experts: ExpertProfiles | None = None
     keep: np.ndarray | None = None
     cluster: int = -1
+    links: np.ndarray | None = None
+    ahead: DecodeAhead | None = None
 
     def worker_ids(self) -> tuple[str, ...]:
         """Ids of the view's rows (the same tuple object while the fleet does not change)."""
@@ -106,6 +135,8 @@ class PlacementContext:
             feasible=self.feasible.take(rows),
             cached_tokens=self.cached_tokens.take(rows),
             transfer_s=self.transfer_s.take(rows),
+            links=None if self.links is None else self.links.take(rows),
+            ahead=None,
             costs=None if self.costs is None else self.costs.take(rows),
         )
 
@@ -122,6 +153,7 @@ class TermMatrix:
         kinds: what each term adds up to; () when all are COST.
         facts: named float64 [W] arrays behind the terms (step time before and after ...), so
             that a row can be checked by hand.
+        labels: named words per row, each a sequence of W.
     """
 
     names: tuple[str, ...]
@@ -129,6 +161,7 @@ class TermMatrix:
     usd: np.ndarray
     kinds: tuple[TermKind, ...] = ()
     facts: tuple[tuple[str, np.ndarray], ...] = ()
+    labels: tuple[tuple[str, Sequence[str]], ...] = ()
 
     def total_usd(self) -> np.ndarray:
         """J per worker, float64 [W]."""

@@ -21,6 +21,7 @@ from serving.core.decision import (
 )
 from serving.core.feasibility import Feasibility
 from serving.core.placement import PlacementContext, Ranking, TermMatrix
+from serving.core.transfer import LINKS
 from serving.core.worker import ExpertRows, Phase
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ def decision_line(placed: Placed, evidence: Evidence, router_id: str) -> Decisio
         "signature_source": "none" if signature is None else signature.source.value,
         "worker_epoch": float(placed.worker.epoch),
     }
+    if placed.usd_per_request is not None:
+        inputs["table_usd_per_request"] = placed.usd_per_request
+        inputs["table_source"] = placed.table_source
     if signature is not None:
         inputs["signature_confidence"] = signature.confidence
         inputs["signature_tokens"] = float(signature.num_tokens)
@@ -224,6 +228,9 @@ def _candidate(
     inputs = {name: float(getattr(view, name)[row]) for name in _INPUTS}
     if context.phase is Phase.PREFILL:
         inputs["cached_tokens"] = float(context.cached_tokens[row])
+    labels: dict[str, str] = {}
+    if context.links is not None:
+        labels["link"] = LINKS[int(context.links[row])]
     score = float(ranking.score[row])
     terms: tuple[CostTerm, ...] = ()
     total = 0.0
@@ -237,6 +244,7 @@ def _candidate(
         )
         total = sum(term.usd for term in terms if term.kind is TermKind.COST)
         inputs.update((name, float(values[place])) for name, values in matrix.facts)
+        labels.update((name, words[place]) for name, words in matrix.labels if words[place])
     return Candidate(
         worker_id=worker.worker_id,
         pool=worker.pool,
@@ -245,5 +253,6 @@ def _candidate(
         terms=terms,
         total_usd=total,
         inputs=inputs,
+        labels=labels,
         why_not=why_not,
     )

@@ -28,7 +28,7 @@ from serving.core.errors import InvalidRequest, LeaseError, Rejected, RejectReas
 from serving.core.experts import ExpertProfiles
 from serving.core.guard import SignatureGuard
 from serving.core.lease import Lease
-from serving.core.live import LiveParts
+from serving.core.live import LiveControls, LiveParts
 from serving.core.placed import OpenRequest, Placed, PlacementObserver
 from serving.core.placement import Policy, Regions
 from serving.core.ports import DecisionSink, FleetPort, PrefixIndex
@@ -46,10 +46,11 @@ from serving.core.stage import (
     expect_step,
     reservation,
 )
+from serving.core.transfer import LinkSpeeds
 from serving.core.worker import FleetView, Phase, WorkerInfo
 
 
-class Router:
+class Router(LiveControls):
     """Places requests on workers and remembers what it decided.
 
     Args:
@@ -119,7 +120,13 @@ class Router:
 
     # The request's way.
 
-    def place_prefill(self, request: Request, *, exclude: frozenset[str] = frozenset()) -> Placed:
+    def place_prefill(
+        self,
+        request: Request,
+        *,
+        signature: Signature | None = None,
+        exclude: frozenset[str] = frozenset(),
+    ) -> Placed:
         """Chooses variant, pool and prefill worker, and reserves it.
 
         Idempotent: the same request_id with the same prompt gets the same answer while its
@@ -128,6 +135,7 @@ class Router:
 
         Args:
             request: what to place.
+            signature: the predicted one, for policies that look ahead to decode.
             exclude: workers that lost this request or refused it; a reservation on one of
                 them is given back first and counts as a retry.
 
@@ -140,7 +148,13 @@ class Router:
         placed = self._still_placed(known, Phase.PREFILL, exclude)
         if placed is not None:
             return placed
-        return self._place(request, Phase.PREFILL, known, exclude=exclude)
+        return self._place(
+            request,
+            Phase.PREFILL,
+            known,
+            signature=None if "signature" in self._live.off else signature,
+            exclude=exclude,
+        )
 
     def place_decode(
         self,
@@ -280,50 +294,15 @@ class Router:
         """Request ids that `explain` still knows, longest untouched first."""
         return self._recorder.request_ids()
 
-    # What operators and learners change live; it holds from the next decision on.
+    # The fleet.
 
     def view(self, phase: Phase) -> FleetView:
         """The fleet as the next decision would see it."""
         return self.fleet.view(phase, self._clock.monotonic_s())
 
-    def set_table(self, table: RoutingTable | None) -> None:
-        """A pushed routing table; None returns to the static fallback."""
-        self._live.set_table(table)
-
-    def set_regions(self, regions: Regions | None) -> None:
-        """Fitted regions."""
-        self._live.set_parts(regions=regions)
-
-    def set_experts(self, experts: ExpertProfiles | None) -> None:
-        """Decode profiles."""
-        self._live.set_parts(experts=experts)
-
-    def set_signature_weight(self, weight: float) -> None:
-        """Trust in signatures, in [0, 1]; a guard may lower it further."""
-        if not 0.0 <= weight <= 1.0:
-            raise ValueError(f"{weight=} must lie in [0, 1]")
-        self._live.set_parts(signature_weight=weight)
-
-    def policy(self, phase: Phase) -> Policy:
-        """The rule that decides a phase now."""
-        return self._live.policy(phase)
-
-    def set_policy(self, phase: Phase, policy: Policy) -> None:
-        """The rule of a phase."""
-        self._live.set_policy(phase, policy)
-
-    def set_switch(self, name: str, on: bool) -> None:
-        """Turns a part on or off.
-
-        Raises:
-            InvalidRequest: no such switch.
-        """
-        self._live.set_switch(name, on)
-
-    @property
-    def switches_off(self) -> tuple[str, ...]:
-        """Kill switches that are off, sorted."""
-        return self._live.off
+    def set_links(self, links: LinkSpeeds) -> None:
+        """Hand-over bandwidths, priors and measured ones, from the next decision on."""
+        self._chooser.set_links(links)
 
     # Inside.
 
@@ -343,22 +322,24 @@ class Router:
         table = live.table(self.fleet.workers)
         if known is None:
             check_limits(request, self.config.limits, num_open=len(self._open), now_s=now_s)
-            cells = table.cells(request)
+            choices = table.choices(request)
         else:
-            cells = (known.cell,) if known.placed else table.cells(request)
+            choices = ((known.cell,),) if known.placed else table.choices(request)
         view = self.fleet.view(phase, now_s)
+        prefill = phase is Phase.PREFILL
         refused: Rejected | None = None
-        for cell in cells:
+        for cells in choices:
             given = StageInput(
                 request=request,
                 phase=phase,
-                cell=cell,
+                cells=cells,
                 view=view,
                 signature=signature,
                 source=source,
                 exclude=exclude,
                 sequence=self._sequence,
                 turn=self._turns[phase],
+                decode_view=(lambda: self.fleet.view(Phase.DECODE, now_s)) if prefill else None,
             )
             try:
                 choice = self._chooser.choose(
@@ -382,6 +363,8 @@ class Router:
     ) -> Placed:
         """Reserves the chosen worker and keeps what the record will need."""
         request, phase, view, ranking = given.request, given.phase, given.view, choice.ranking
+        worker = view.workers[ranking.chosen]
+        cell = next(c for c in given.cells if c.key == (worker.model, worker.pool))
         evidence = gather(
             choice.context,
             ranking,
@@ -395,9 +378,9 @@ class Router:
         placed = Placed(
             request_id=request.request_id,
             phase=phase,
-            variant=given.cell.variant,
-            pool=given.cell.pool,
-            worker=view.workers[ranking.chosen],
+            variant=cell.variant,
+            pool=cell.pool,
+            worker=worker,
             lease=lease,
             runner_up=view.workers[ranking.runner_up] if ranking.runner_up >= 0 else None,
             score_delta=ranking.delta(),
@@ -412,14 +395,14 @@ class Router:
             switches=self._live.off,
             signature=given.signature,
             evidence=evidence,
+            usd_per_request=cell.usd_per_request,
+            table_source=cell.source,
         )
         if self._guard is not None:
             expect_step(self._guard, given, choice)
         if known is None:
-            known = self._open[request.request_id] = OpenRequest(
-                request, given.cell, lease.expires_at_s
-            )
-        known.cell = given.cell
+            known = self._open[request.request_id] = OpenRequest(request, cell, lease.expires_at_s)
+        known.cell = cell
         known.placed[phase] = placed
         known.unrecorded.append(placed)
         known.expires_at_s = max(known.expires_at_s, lease.expires_at_s)

@@ -7,11 +7,13 @@ identity (the view's `workers` tuple); everything else is an argument.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from serving.core.ahead import Ahead, DecodeSide
 from serving.core.block_hash import BlockHasher
 from serving.core.costs import CostBook, WorkerCosts
 from serving.core.experts import ExpertProfiles
@@ -33,10 +35,11 @@ from serving.core.request import Request
 from serving.core.router_config import RouterConfig
 from serving.core.routing_table import TableCell
 from serving.core.signature import Signature
-from serving.core.transfer import TransferTimes
+from serving.core.transfer import LinkSpeeds, TransferTimes
 from serving.core.worker import Capabilities, FleetView, Phase, WorkerInfo
 
 NO_HASHES = np.empty(0, np.uint64)
+CellKeys = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,24 +64,26 @@ class StageInput(NamedTuple):
 
     Attributes:
         request, phase: what is placed.
-        cell: where the global layer sends it.
+        cells: where the global layer sends it; several are compared.
         view: the snapshot.
         signature: the request's, or None.
         source: prefill worker whose KV moves, or None.
         exclude: workers that lost this request before.
         sequence: number of the decision.
         turn: number of the decision within its phase.
+        decode_view: prefill only: the snapshot of decode workers, for who looks ahead.
     """
 
     request: Request
     phase: Phase
-    cell: TableCell
+    cells: tuple[TableCell, ...]
     view: FleetView
     signature: Signature | None
     source: WorkerInfo | None
     exclude: frozenset[str]
     sequence: int
     turn: int
+    decode_view: Callable[[], FleetView] | None = None
 
 
 class StageChoice(NamedTuple):
@@ -107,7 +112,11 @@ class StageChooser:
         self._hashers: dict[int, BlockHasher] = {}
         self._takers_of: WorkerCosts | None = None
         self._takers: dict[Capabilities, np.ndarray] = {}
-        self._rows: dict[Phase, tuple[WorkerCosts, dict[TableCell, CellRows]]] = {}
+        self._rows: dict[Phase, tuple[WorkerCosts, dict[CellKeys, CellRows]]] = {}
+
+    def set_links(self, links: LinkSpeeds) -> None:
+        """Bandwidths from the next decision on."""
+        self._transfer = TransferTimes(links)
 
     def choose(
         self, given: StageInput, policy: Policy, learned: Learned, rng: np.random.Generator
@@ -119,10 +128,13 @@ class StageChooser:
             Rejected: nobody in the cell is alive or has room.
         """
         request, phase, view = given.request, given.phase, given.view
-        costs, cell = self._static(view, phase, given.cell)
+        costs, cell = self._static(view, phase, given.cells)
         target = self._config.targets[request.slo]
         moves = phase is Phase.DECODE and given.source is not None
-        transfer_s = self._transfer_s(given, view) if moves else np.zeros(len(view.workers))
+        transfer_s, links = np.zeros(len(view.workers)), None
+        if moves and given.source is not None:
+            transfer_s = self._transfer_s(request, given.source, view, costs)
+            links = self._transfer.kinds(given.source, view.workers)
         found = feasibility(
             FitQuestion(
                 request=request,
@@ -133,14 +145,18 @@ class StageChooser:
                 rules=self._config.fit,
                 target=target,
                 transfer_s=transfer_s if moves else None,
-                hand_over_ok=self._hand_over(given, costs) if moves else None,
+                hand_over_ok=self._hand_over(given.source, costs)
+                if moves and given.source is not None
+                else None,
                 exclude=given.exclude,
             )
         )
         if not np.count_nonzero(found.mask):
-            raise_infeasible(found, given.cell)
+            raise_infeasible(found, given.cells)
         hashes, cached = self._cached(given, found, costs, learned.prefix_index)
-        keep, cluster = self._keep(given, learned)
+        keep, cluster = None, -1
+        if phase is Phase.DECODE:
+            keep, cluster = _keep(given.signature, view, learned)
         context = PlacementContext(
             request=request,
             phase=phase,
@@ -158,27 +174,78 @@ class StageChooser:
             experts=learned.experts,
             keep=keep,
             cluster=cluster,
+            links=links,
+            ahead=self._ahead(given, learned),
         )
         ranking = policy.rank(context, rng)
-        return StageChoice(context=context, ranking=ranking, found=found, block_hashes=hashes)
+        own = hashes.get(int(costs.block_size_tokens[ranking.chosen]), NO_HASHES)
+        return StageChoice(context=context, ranking=ranking, found=found, block_hashes=own)
 
     def _static(
-        self, view: FleetView, phase: Phase, cell: TableCell
+        self, view: FleetView, phase: Phase, cells: tuple[TableCell, ...]
     ) -> tuple[WorkerCosts, CellRows]:
         """Rows that hold while the fleet does not change."""
+        # A pushed table brings new estimates, not new places.
+        keys = tuple(cell.key for cell in cells)
         cached = self._rows.get(phase)
         if cached is None or cached[0].workers is not view.workers:
             cached = self._rows[phase] = self._costs.rows(view.workers), {}
-        costs, cells = cached
-        rows = cells.get(cell)
+        costs, known = cached
+        rows = known.get(keys)
         if rows is None:
-            rows = cells[cell] = cell_rows(cell, costs, self._config.fit)
+            rows = known[keys] = cell_rows(cells, costs, self._config.fit)
         return costs, rows
 
-    def _hand_over(self, given: StageInput, costs: WorkerCosts) -> np.ndarray:
+    def _ahead(self, given: StageInput, learned: Learned) -> Ahead | None:
+        """Decode as the prefill choice sees it, worked out when the policy asks."""
+        if given.phase is not Phase.PREFILL or given.decode_view is None:
+            return None
+        look = given.decode_view
+        return Ahead(given.view.workers, lambda: self._decode_side(given, look(), learned))
+
+    def _decode_side(self, given: StageInput, view: FleetView, learned: Learned) -> DecodeSide:
+        request, config = given.request, self._config
+        costs, cell = self._static(view, Phase.DECODE, given.cells)
+        target = config.targets[request.slo]
+        found = feasibility(
+            FitQuestion(
+                request=request,
+                phase=Phase.DECODE,
+                view=view,
+                costs=costs,
+                cell=cell,
+                rules=config.fit,
+                target=target,
+                exclude=given.exclude,
+            )
+        )
+        keep, cluster = _keep(given.signature, view, learned)
+        num = len(view.workers)
+        return DecodeSide(
+            context=PlacementContext(
+                request=request,
+                phase=Phase.DECODE,
+                target=target,
+                view=view,
+                feasible=found.mask,
+                cached_tokens=np.zeros(num, np.int32),
+                transfer_s=np.zeros(num),
+                sequence=given.turn,
+                signature=given.signature,
+                costs=costs,
+                experts=learned.experts,
+                keep=keep,
+                cluster=cluster,
+            ),
+            feasible=found.mask,
+            hand_over_ok=lambda source: self._hand_over(source, costs),
+            transfer_s=lambda source: self._transfer_s(request, source, view, costs),
+            links=lambda source: self._transfer.kinds(source, view.workers),
+            max_transfer_s=config.fit.max_transfer_share * target.ttft_p99_s,
+        )
+
+    def _hand_over(self, source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
         """Who can take the source's KV; worked out once per kind of source and fleet."""
-        source = given.source
-        assert source is not None
         if self._takers_of is not costs:
             self._takers_of, self._takers = costs, {}
         takers = self._takers.get(source.capabilities)
@@ -191,13 +258,22 @@ class StageChooser:
             takers[row] = True
         return takers
 
-    def _transfer_s(self, given: StageInput, view: FleetView) -> np.ndarray:
-        source = given.source
-        assert source is not None
-        cost = self._costs.get(source.model, source.hardware)
+    def _transfer_s(
+        self, request: Request, source: WorkerInfo, view: FleetView, costs: WorkerCosts
+    ) -> np.ndarray:
+        """Hand-over seconds; on TPUs whole pages, and the rest computed again by decode."""
+        cost, num_tokens, rest = self._costs.get(source), request.num_prompt_tokens, 0
+        if cost is not None and cost.needs_equal_tensor_parallel:
+            rest = num_tokens % source.capabilities.page_size_tokens
         per_token = 0.0 if cost is None else cost.kv_bytes_per_token
-        num_bytes = per_token * given.request.num_prompt_tokens
-        return self._transfer.seconds(num_bytes, source, view.workers)
+        seconds = self._transfer.seconds(per_token * (num_tokens - rest), source, view.workers)
+        if rest:
+            again_s = rest * costs.prefill_token_s * view.speed_factor
+            row = costs.row_of.get(source.worker_id)
+            if row is not None:
+                again_s[row] = 0.0
+            seconds += again_s
+        return seconds
 
     def _cached(
         self,
@@ -205,35 +281,41 @@ class StageChooser:
         found: Feasibility,
         costs: WorkerCosts,
         index: PrefixIndex | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Block hashes, and prompt tokens each worker holds (int32 [W])."""
+    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """Hashes by block size, and prompt tokens each worker holds (int32 [W])."""
         num = len(given.view.workers)
         if given.phase is not Phase.PREFILL or index is None:
-            return NO_HASHES, np.zeros(num, np.int32)
-        # One pool is one configuration, so one block size; a stray worker gets no credit.
-        block = int(costs.block_size_tokens[int(found.mask.argmax())])
+            return {}, np.zeros(num, np.int32)
+        workers, request, sizes = given.view.workers, given.request, costs.block_size
+        if isinstance(sizes, int):
+            hashes = self._hashes(request, sizes)
+            return {sizes: hashes}, index.cached_blocks(hashes, workers) * np.int32(sizes)
+        cached, by_size = np.zeros(num, np.int32), {}
+        for size in np.unique(sizes[found.mask]).tolist():
+            hashes = by_size[size] = self._hashes(request, size)
+            cached += index.cached_blocks(hashes, workers) * (sizes == size) * np.int32(size)
+        return by_size, cached
+
+    def _hashes(self, request: Request, block: int) -> np.ndarray:
         hasher = self._hashers.get(block)
         if hasher is None:
             hasher = BlockHasher(block, seed=self._config.hash_seed)
             self._hashers[block] = hasher
-        request = given.request
-        hashes = hasher.hashes(request.token_ids, salt=request.cache_salt)
-        cached = index.cached_blocks(hashes, given.view.workers) * np.int32(block)
-        if not isinstance(costs.block_size, int):
-            cached *= costs.block_size_tokens == block
-        return hashes, cached
+        return hasher.hashes(request.token_ids, salt=request.cache_salt)
 
-    def _keep(self, given: StageInput, learned: Learned) -> tuple[np.ndarray | None, int]:
-        """1 - q of the request, and its calibration cluster."""
-        experts = learned.experts
-        if given.phase is not Phase.DECODE or experts is None or given.view.experts is None:
-            return None, -1
-        signature = given.signature
-        if signature is None or experts.signature_version not in ("", signature.version):
-            return experts.keep(None), -1
-        cluster = experts.nearest(signature.vector)
-        keep = experts.keep(signature, weight=learned.signature_weight, cluster=cluster)
-        return keep, cluster
+
+def _keep(
+    signature: Signature | None, view: FleetView, learned: Learned
+) -> tuple[np.ndarray | None, int]:
+    """1 - q of the request, and its calibration cluster."""
+    experts = learned.experts
+    if experts is None or view.experts is None:
+        return None, -1
+    if signature is None or experts.signature_version not in ("", signature.version):
+        return experts.keep(None), -1
+    cluster = experts.nearest(signature.vector)
+    keep = experts.keep(signature, weight=learned.signature_weight, cluster=cluster)
+    return keep, cluster
 
 
 def reservation(given: StageInput, choice: StageChoice, config: RouterConfig) -> Reservation:

@@ -53,6 +53,17 @@ class KvOrder(enum.Enum):
     BEFORE_PREFILL = "before_prefill"
 
 
+class Padding(enum.Enum):
+    """What an engine's compiled buckets pad (FACTS section 4).
+
+    STEP: the tokens of a step, over all requests in it (tpu-inference, sgl-jax, embedded).
+    PROMPT: each prompt by itself (JetStream, MaxText).
+    """
+
+    STEP = "step"
+    PROMPT = "prompt"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an engine was compiled and configured for.
@@ -61,6 +72,7 @@ class Capabilities:
         block_size_tokens: tokens per KV block, as the prefix cache hashes them.
         page_size_tokens: tokens per KV page moved between workers; P and D must agree.
         buckets_tokens: compiled token buckets, ascending; () for no padding (GPU).
+        pads: what the buckets pad.
         max_num_seqs: requests one decode step may hold.
         max_context_tokens: prompt plus output limit of one request.
         num_kv_blocks: KV capacity in blocks.
@@ -77,6 +89,7 @@ class Capabilities:
     max_context_tokens: int
     num_kv_blocks: int
     buckets_tokens: tuple[int, ...] = ()
+    pads: Padding = Padding.STEP
     tensor_parallel: int = 1
     hash_algorithm: str = ""
     kv_connector: str = ""
@@ -228,6 +241,10 @@ class FleetView:
         speed_factor: [W], measured step time over the model's (1.0 = as modelled).
         tpot_limit_s: [W], strictest time per output token among a worker's own reservations,
             seconds; inf when there is none.
+        started_prefill_tokens: [W], of the queued ones those a step took up already (counted
+            whole, though a step takes a chunk at most); None when not known: none.
+        decoding_usd_per_s: [W], summed price of delay of the requests decoding on a worker,
+            which a prefill step there would hold up; None when not known: nobody decodes.
         members: the open decode reservations, or None (prefill).
         experts: expected experts per worker, or None without an expert model.
     """
@@ -244,6 +261,8 @@ class FleetView:
     kv_blocks_free: np.ndarray
     speed_factor: np.ndarray
     tpot_limit_s: np.ndarray
+    started_prefill_tokens: np.ndarray | None = None
+    decoding_usd_per_s: np.ndarray | None = None
     members: Members | None = None
     experts: ExpertRows | None = None
 
@@ -276,9 +295,12 @@ class FleetView:
                 lambda_usd_per_s=members.lambda_usd_per_s.take(stays),
                 num_of_worker=members.num_of_worker.take(rows),
             )
+        started, decoding = self.started_prefill_tokens, self.decoding_usd_per_s
         return FleetView(
             workers=tuple(self.workers[row] for row in rows.tolist()),
             taken_at_s=self.taken_at_s,
+            started_prefill_tokens=None if started is None else started.take(rows),
+            decoding_usd_per_s=None if decoding is None else decoding.take(rows),
             members=members,
             experts=None if self.experts is None else self.experts.take(rows),
             **{name: getattr(self, name).take(rows) for name in _COLUMNS},

@@ -164,6 +164,8 @@ class Fleet:
             kv_blocks_free=kv_free,
             speed_factor=reported[FleetRegistry.SPEED],
             tpot_limit_s=sums[Ledger.TPOT_LIMIT],
+            started_prefill_tokens=sums[Ledger.STARTED_TOKENS],
+            decoding_usd_per_s=sums[Ledger.DECODING_USD],
             members=members,
             experts=experts,
         )

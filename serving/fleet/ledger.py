@@ -38,15 +38,18 @@ class Ledger:
     """Open reservations of one router replica.
 
     Attributes:
-        sums: float64 [9, capacity], one column per slot, rows named below; counts are whole
-            numbers, which float64 holds exactly.
+        sums: float64 [11, capacity], one column per slot, rows named below; counts are whole
+            numbers, which float64 holds exactly. STARTED_TOKENS are those queued when the
+            worker last began a step, as far as reservations tell: the first prompt of an idle
+            worker runs at once, the others wait until something ends.
     """
 
     INFLIGHT, KV_BLOCKS, UNACKED, UNACKED_KV, DECODING = range(5)
     REPORTS, QUEUED_TOKENS, KV_TOKENS, TPOT_LIMIT = range(5, 9)
+    STARTED_TOKENS, DECODING_USD = range(9, 11)
 
     def __init__(self, capacity: int = 64) -> None:
-        self.sums = np.zeros((9, capacity), np.float64)
+        self.sums = np.zeros((11, capacity), np.float64)
         self.sums[self.TPOT_LIMIT] = np.inf
         self._entries: dict[tuple[str, Phase], _Entry] = {}
         self._by_lease: dict[str, tuple[str, Phase]] = {}
@@ -122,10 +125,13 @@ class Ledger:
         sums[self.KV_TOKENS, slot] += entry.kv_tokens
         if reservation.phase is Phase.DECODE:
             sums[self.DECODING, slot] += 1
+            sums[self.DECODING_USD, slot] += reservation.lambda_usd_per_s
             if reservation.tpot_limit_s < sums[self.TPOT_LIMIT, slot]:
                 sums[self.TPOT_LIMIT, slot] = reservation.tpot_limit_s
             entry.member = self._add_member(key, reservation, slot)
         else:
+            if sums[self.QUEUED_TOKENS, slot] == 0.0:
+                sums[self.STARTED_TOKENS, slot] = reservation.prefill_tokens
             sums[self.QUEUED_TOKENS, slot] += reservation.prefill_tokens
         self._entries[key] = entry
         self._by_lease[reservation.lease_id] = key
@@ -151,6 +157,7 @@ class Ledger:
         sums = self.sums
         if phase is Phase.DECODE:
             sums[self.DECODING, slot] -= 1
+            sums[self.DECODING_USD, slot] -= reservation.lambda_usd_per_s
             self._remove_member(entry.member)
             sums[self.TPOT_LIMIT, slot] = min(
                 (e.reservation.tpot_limit_s for e in mates.values() if e.member >= 0),
@@ -158,9 +165,11 @@ class Ledger:
             )
         else:
             sums[self.QUEUED_TOKENS, slot] -= reservation.prefill_tokens
+            sums[self.STARTED_TOKENS, slot] = sums[self.QUEUED_TOKENS, slot]
         if not mates:
             # An empty worker is exactly empty, whatever floating point left behind.
             sums[self.QUEUED_TOKENS, slot] = sums[self.KV_TOKENS, slot] = 0.0
+            sums[self.DECODING_USD, slot] = sums[self.STARTED_TOKENS, slot] = 0.0
             del self._by_slot[slot]
         return reservation
 

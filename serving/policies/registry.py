@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from serving.core.errors import ConfigError
 from serving.core.objective import ScoreOptions
 from serving.core.placement import Policy
+from serving.policies.cost_p2c import CostPowerOfTwo, CostPowerOfTwoOptions
 from serving.policies.domain import Domain
 from serving.policies.eldr_online import EldrOnline
 from serving.policies.eldr_static import EldrStatic
@@ -46,6 +47,23 @@ def _expert_cost(
     )
 
 
+def _cost_p2c(
+    *,
+    prefix_bias: float = 4.0,
+    num_greedy: int = 8,
+    num_drawn: int = 2,
+    look_ahead: bool = True,
+) -> Policy:
+    return CostPowerOfTwo(
+        CostPowerOfTwoOptions(
+            prefix_bias=prefix_bias,
+            num_greedy=num_greedy,
+            num_drawn=num_drawn,
+            look_ahead=look_ahead,
+        )
+    )
+
+
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "random": RandomChoice,
     "rr": RoundRobin,
@@ -53,6 +71,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "p2c": PowerOfTwo,
     "p2c_work": PowerOfTwoWork,
     "kv_aware": KvAware,
+    "cost_p2c": _cost_p2c,
     "domain": Domain,
     "eldr_static": EldrStatic,
     "eldr_online": EldrOnline,

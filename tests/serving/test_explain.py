@@ -46,7 +46,8 @@ def test_a_whole_request(rig):
         row = re.search(rf"^  {term.name} .*$", terms, re.M).group()
         assert f"{term.seconds:.4g}" in row
         assert f"{term.usd:.4g}" in row
-        assert row.endswith({TermKind.COST: "J", TermKind.SCORE: "score only"}[term.kind])
+        place = {TermKind.COST: "J", TermKind.SCORE: "score only", TermKind.INFO: "no sum"}
+        assert row.endswith(place[term.kind])
     total = re.search(r"^  J .*$", terms, re.M).group()
     assert f"{winner.total_usd:.4g}" in total
 

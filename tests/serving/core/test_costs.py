@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.core.costs import BucketTable, CostBook, PrefillTimeModel
+from serving.core.costs import CostBook, PrefillTimeModel
+from serving.core.padding import BucketTable
 from serving.core.worker import Capabilities
 from tests.serving import decision_parts as parts
 
@@ -43,7 +44,7 @@ def test_an_unknown_cell_is_marked_not_fatal():
     assert rows.known.tolist() == [True, False]
     assert rows.rate_usd_per_s.tolist() == pytest.approx([3.6 / 3600, 0.0])
     assert rows.versions == ("cell-1",)
-    assert CostBook({}).get("m", "h") is None
+    assert CostBook({}).get(parts.worker("w")) is None
 
 
 def test_take_keeps_every_column():

@@ -33,7 +33,7 @@ def question(seen=None, *, phase=Phase.DECODE, cell=CELL, rules=RULES, **changes
         "phase": phase,
         "view": seen,
         "costs": costs,
-        "cell": cell_rows(cell, costs, rules),
+        "cell": cell_rows((cell,), costs, rules),
         "rules": rules,
         "target": parts.TARGET,
     }
@@ -154,7 +154,7 @@ def refused(asked):
     found = feasibility(asked)
     assert not found.mask.any()
     with pytest.raises((Rejected, InvalidRequest)) as caught:
-        raise_infeasible(found, CELL)
+        raise_infeasible(found, (CELL,))
     return caught.value
 
 

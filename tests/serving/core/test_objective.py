@@ -31,17 +31,68 @@ def test_prefill_by_hand():
     asked = parts.context(seen, phase=Phase.PREFILL, cached_tokens=np.array([0, 80], np.int32))
     prices = objective.price(asked)
     matrix = prices.matrix()
-    # 100 tokens run in the bucket of 256; token_s 1e-4, chunk_s 1e-3.
-    assert term(matrix, "queue") == pytest.approx((0.05, 0.05 * PRICE))
-    assert term(matrix, "prefill") == pytest.approx((0.011, 0.011 * (RATE + PRICE)))
+    # The 500 waiting tokens run as 256 + 256; token_s 1e-4, chunk_s 1e-3.
+    assert term(matrix, "queue") == pytest.approx((0.0532, 0.0532 * PRICE))
+    # 600 run as 3 x 256: 100 tokens add a step of 256, 156 of it padding.
+    assert term(matrix, "prefill_delay") == pytest.approx((0.011, 0.011 * PRICE))
+    assert term(matrix, "prefill_compute") == pytest.approx((0.011, 0.011 * RATE))
     assert term(matrix, "padding") == pytest.approx((0.0156, 0.0156 * (RATE + PRICE)))
     assert term(matrix, "prefix_saving") == (0.0, 0.0)
+    assert term(matrix, "ttft") == pytest.approx((0.0798, 0.0798 * PRICE))
     # 20 uncached tokens run in the bucket of 64, twice as slowly.
-    assert term(matrix, "prefill", 1) == pytest.approx((0.006, 0.006 * (RATE + PRICE)))
+    assert term(matrix, "prefill_compute", 1) == pytest.approx((0.006, 0.006 * RATE))
     assert term(matrix, "padding", 1) == pytest.approx((0.0088, 0.0088 * (RATE + PRICE)))
     assert term(matrix, "prefix_saving", 1) == pytest.approx((0.016, 0.016 * (RATE + PRICE)))
-    assert prices.score_usd[0] == pytest.approx(0.05 * PRICE + 0.0266 * (RATE + PRICE))
-    np.testing.assert_allclose(dict(matrix.facts)["ttft_s"], [0.0766, 0.0148])
+    assert prices.score_usd[0] == pytest.approx(0.0532 * PRICE + 0.0266 * (RATE + PRICE))
+    np.testing.assert_allclose(dict(matrix.facts)["ttft_s"], [0.0798, 0.0148])
+
+
+def test_waste_is_charged_to_the_prompt_that_causes_it_and_slack_is_free():
+    # 200 tokens wait on both; on the second a step took them up already and cannot be joined.
+    seen = parts.view(
+        2,
+        phase=Phase.PREFILL,
+        queued_prefill_tokens=[200.0, 200.0],
+        started_prefill_tokens=np.array([0.0, 200.0]),
+    )
+    asked = parts.context(seen, phase=Phase.PREFILL, request=parts.request(num_tokens=50))
+    prices = objective.price(asked)
+    matrix = prices.matrix()
+    # 250 still run in the bucket of 256: the 50 cost nothing; alone they run in 64.
+    assert term(matrix, "padding", 0)[0] == pytest.approx(-0.005)
+    assert term(matrix, "prefill_compute", 0)[0] == pytest.approx(0.005)
+    assert term(matrix, "padding", 1)[0] == pytest.approx(0.0014)
+    assert matrix.total_usd()[0] == pytest.approx(0.0266 * PRICE)
+    assert prices.score_usd[0] < prices.score_usd[1]
+
+
+def test_a_class_pays_its_opportunity_rate():
+    cheap = dataclasses.replace(parts.CELL, class_usd_per_chip_hour={SloClass.C: 0.36})
+    costs = CostBook({("m", "h"): cheap}).rows(parts.view().workers)
+    np.testing.assert_allclose(costs.rate_for(SloClass.B), RATE)
+    np.testing.assert_allclose(costs.rate_for(SloClass.C), RATE / 10)
+    asked = parts.context(costs=costs, request=parts.request(slo=SloClass.C))
+    seconds, usd = term(objective.price(asked).matrix(), "decode_compute")
+    assert usd == pytest.approx(seconds * RATE / 10)
+
+
+def test_prefill_beside_decode_pays_for_those_it_holds_up():
+    seen = parts.view(2, phase=Phase.PREFILL, decoding_usd_per_s=np.array([5e-3, 0.0]))
+    matrix = objective.price(parts.context(seen, phase=Phase.PREFILL)).matrix()
+    run_s = dict(matrix.facts)["ttft_s"][0]
+    assert term(matrix, "interference") == pytest.approx((run_s, run_s * 5e-3))
+    assert term(matrix, "interference", 1)[1] == 0.0
+
+
+def test_expert_locality_is_what_the_signature_changes_in_j():
+    rows = parts.expert_rows(3, prior=False)
+    keep = np.full(parts.SIZE, 0.9, np.float32)
+    keep[:4] = 0.1
+    seen = parts.view(3, num_inflight=[2.0, 2.0, 3.0], experts=rows)
+    known = objective.price(parts.context(seen, keep=keep)).matrix()
+    blind = objective.price(parts.context(dataclasses.replace(seen, experts=None))).matrix()
+    saved = known.usd[:, known.names.index("expert_locality")]
+    np.testing.assert_allclose(known.total_usd() + saved, blind.total_usd())
 
 
 def test_the_last_prompt_token_is_computed_even_when_all_is_cached():
@@ -202,7 +253,12 @@ def test_the_score_is_the_sum_of_its_terms(seed, phase, prior, power, modelled):
     np.testing.assert_allclose(matrix.score_usd(), prices.score_usd, rtol=1e-9)
     cost = [kind is TermKind.COST for kind in matrix.kinds]
     np.testing.assert_allclose(matrix.total_usd(), matrix.usd[:, cost].sum(axis=1))
-    assert (matrix.usd[:, cost] >= 0).all()
+    # Only padding may be negative (it fills slack of others), and J never is.
+    whole = [
+        is_cost and name != "padding" for is_cost, name in zip(cost, matrix.names, strict=True)
+    ]
+    assert (matrix.usd[:, whole] >= 0).all()
+    assert (matrix.total_usd() >= 0).all()
 
 
 def test_without_coefficients_nothing_is_priced():
@@ -268,7 +324,7 @@ def test_the_briefs_worked_example():
         cached_tokens=np.array([1600, 0], np.int32),
     )
     prices = objective.price(asked)
-    ttft_ms = dict(prices.matrix().facts)["ttft_s"] * 1e3
+    ttft_ms = prices.ttft_s * 1e3
     assert [round(float(ms)) for ms in ttft_ms] == [145, 147]
     assert prices.score_usd == pytest.approx([4.1e-5, 1.76e-4], rel=0.01)
     assert prices.score_usd[1] / prices.score_usd[0] == pytest.approx(4.3, rel=0.01)

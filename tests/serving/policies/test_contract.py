@@ -41,6 +41,7 @@ CASES = {
     "eldr_static": Case(spreads=False),
     "eldr_online": Case(spreads=False),
     "expert_cost": Case(reads="speed_factor"),
+    "cost_p2c": Case(order_free=False, reads="speed_factor"),
 }
 RULES = pytest.mark.parametrize("name", sorted(CASES))
 

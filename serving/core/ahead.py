@@ -1,0 +1,172 @@
+"""Decode as seen from a prefill choice: which partner each prefill worker would hand over to.
+
+    J(p, d) = J_prefill(p) + lambda * transfer(p, d) + J_decode(d)
+
+The two halves are priced apart; only the hand-over couples them, and it depends on where the
+prefill worker is, not on which of a place's workers it is. So the best partner is worked out
+once per place that the policy asks about: an exact pass over all decode workers for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core import objective
+from serving.core.decision import TermKind
+from serving.core.placement import PlacementContext, TermMatrix
+from serving.core.transfer import LINKS
+from serving.core.worker import Role, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeSide:
+    """Everything about decode that does not depend on the prefill worker.
+
+    Attributes:
+        context: the choice over W decode workers, with nothing to move.
+        feasible: bool [W]; None of it need be True.
+        hand_over_ok: who can take KV of a worker like the given one, bool [W].
+        transfer_s: hand-over seconds from a worker to each decode worker, float64 [W].
+        links: which link that is, int8 [W].
+        max_transfer_s: a longer hand-over is banned, unless all are.
+    """
+
+    context: PlacementContext
+    feasible: np.ndarray
+    hand_over_ok: Callable[[WorkerInfo], np.ndarray]
+    transfer_s: Callable[[WorkerInfo], np.ndarray]
+    links: Callable[[WorkerInfo], np.ndarray]
+    max_transfer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Partner:
+    """Best decode row of a place, -1 for none; J including the hand-over.
+
+    `breaks`: it would break a promise of the class, as every other partner would.
+    """
+
+    row: int
+    usd: float
+    breaks: bool
+    transfer_s: float
+    link: int
+
+
+class Ahead:
+    """Best partners of prefill workers (a `placement.DecodeAhead`)."""
+
+    def __init__(
+        self, workers: tuple[WorkerInfo, ...], decode_side: Callable[[], DecodeSide]
+    ) -> None:
+        """Args: workers of the prefill view; what gives the decode side, asked at most once."""
+        self._workers = workers
+        self._decode_side = decode_side
+        self._side: DecodeSide | None = None
+        self._partners: dict[object, _Partner] = {}
+
+    def usd(self, rows: np.ndarray) -> np.ndarray:
+        """See `placement.DecodeAhead`."""
+        return np.array([self.partner(row).usd for row in rows.tolist()])
+
+    def breaks_target(self, rows: np.ndarray) -> np.ndarray:
+        """See `placement.DecodeAhead`."""
+        return np.array([self.partner(row).breaks for row in rows.tolist()], bool)
+
+    def partner(self, row: int) -> _Partner:
+        """Best partner of one prefill row."""
+        worker = self._workers[row]
+        key: object = worker.worker_id
+        if worker.role is not Role.BOTH:
+            limits = worker.capabilities
+            key = (worker.host, worker.ici_domain, worker.pool, worker.hardware, worker.model)
+            key += (limits.page_size_tokens, limits.tensor_parallel, limits.kv_connector)
+        found = self._partners.get(key)
+        if found is None:
+            found = self._partners[key] = self._best(worker)
+        return found
+
+    def matrix(self, rows: np.ndarray) -> TermMatrix:
+        """See `placement.DecodeAhead`; rows without a partner have no terms (all 0)."""
+        side, prices = self._priced()
+        partners = [self.partner(row) for row in rows.tolist()]
+        at = np.array([max(0, partner.row) for partner in partners], np.int64)
+        here = np.array([partner.row >= 0 for partner in partners], bool)
+        decode = prices.matrix()
+        seconds = decode.seconds.take(at, axis=0) * here[:, None]
+        usd = decode.usd.take(at, axis=0) * here[:, None]
+        transfer = decode.names.index("transfer")
+        moved_s = np.array([partner.transfer_s for partner in partners]) * here
+        seconds[:, transfer] = moved_s
+        usd[:, transfer] = moved_s * side.context.target.lambda_usd_per_s
+        workers = side.context.view.workers
+        return TermMatrix(
+            names=decode.names,
+            kinds=decode.kinds or (TermKind.COST,) * len(decode.names),
+            seconds=seconds,
+            usd=usd,
+            facts=tuple((name, values.take(at)) for name, values in decode.facts),
+            labels=(
+                (
+                    "decode_worker",
+                    [workers[p.row].worker_id if p.row >= 0 else "" for p in partners],
+                ),
+                ("link", [LINKS[p.link] if p.row >= 0 else "" for p in partners]),
+            ),
+        )
+
+    def _priced(self) -> tuple[DecodeSide, objective.DecodePrices]:
+        if self._side is None:
+            self._side = side = self._decode_side()
+            prices = objective.price(side.context)
+            assert isinstance(prices, objective.DecodePrices)
+            self._prices = prices
+            self._breaks = prices.breaks_target()
+            pools: dict[tuple[str, str], list[int]] = {}
+            for row, worker in enumerate(side.context.view.workers):
+                pools.setdefault((worker.model, worker.pool), []).append(row)
+            self._pools = {key: np.array(found, np.int64) for key, found in pools.items()}
+        return self._side, self._prices
+
+    def _best(self, source: WorkerInfo) -> _Partner:
+        """An exact pass over the decode workers of the source's cell."""
+        side, prices = self._priced()
+        nobody = _Partner(row=-1, usd=np.inf, breaks=True, transfer_s=0.0, link=0)
+        rows = self._pools.get((source.model, source.pool))
+        if rows is None:
+            return nobody
+        workers = side.context.view.workers
+        if source.role is Role.BOTH:
+            rows = np.array([r for r in rows.tolist() if workers[r].worker_id == source.worker_id])
+            if not len(rows) or not side.feasible[rows[0]]:
+                return nobody
+            row = int(rows[0])
+            return _Partner(
+                row=row,
+                usd=float(prices.score_usd[row]),
+                breaks=bool(self._breaks[row]),
+                transfer_s=0.0,
+                link=len(LINKS) - 1,
+            )
+        allowed = side.feasible.take(rows) & side.hand_over_ok(source).take(rows)
+        if not np.count_nonzero(allowed):
+            return nobody
+        keeps = allowed & ~self._breaks.take(rows)
+        if np.count_nonzero(keeps):
+            allowed = keeps
+        moved_s = side.transfer_s(source).take(rows)
+        near = allowed & (moved_s <= side.max_transfer_s)
+        if np.count_nonzero(near):
+            allowed = near
+        usd = prices.score_usd.take(rows) + moved_s * side.context.target.lambda_usd_per_s
+        place = int(np.where(allowed, usd, np.inf).argmin())
+        return _Partner(
+            row=int(rows[place]),
+            usd=float(usd[place]),
+            breaks=bool(self._breaks[rows[place]]),
+            transfer_s=float(moved_s[place]),
+            link=int(side.links(source)[rows[place]]),
+        )
