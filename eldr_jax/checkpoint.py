@@ -1,16 +1,20 @@
 """Model folders in the Hugging Face layout, and resumable training state.
 
 A model folder holds `config.json`, `tokenizer.json` and the weights, either `model.safetensors`
-or several files with `model.safetensors.index.json`. Tensor names and the [out, in] orientation
-are those of `Qwen3MoeForCausalLM`, so transformers and vLLM load what is saved here and the other
-way round. Weights rest in bfloat16 and work in float32.
+or several files with `model.safetensors.index.json`. Tensor names and orientation are those of the
+family's published checkpoints (`eldr_jax.hugging_face`), so transformers and vLLM load what is
+saved here and the other way round. Weights are saved in bfloat16 and work in float32; any float
+type is read, and MXFP4 (`eldr_jax.mxfp4`). Everything is checked before a weight is read, and
+weights are read one at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,10 @@ import orbax.checkpoint as ocp
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from eldr_jax.config import ConfigError, ModelConfig, from_hf, to_hf
-from eldr_jax.model import Params, block_shapes
+from eldr_jax import mxfp4
+from eldr_jax.config import ConfigError, ModelConfig
+from eldr_jax.hugging_face import TensorGroup, family_of, from_hf, to_hf
+from eldr_jax.model import Params
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -34,19 +40,13 @@ class CheckpointError(ValueError):
     """A model folder that does not hold what its `config.json` promises."""
 
 
-# Our name -> suffix behind `model.layers.N.`; expert matrices apart.
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "wq": "self_attn.q_proj.weight",
-    "wk": "self_attn.k_proj.weight",
-    "wv": "self_attn.v_proj.weight",
-    "wo": "self_attn.o_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate.weight",
+# Leaf -> name of the tensors outside the blocks, which all families share.
+_OUTER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
 }
-_EXPERT_NAMES = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -56,21 +56,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
       config: geometry.
 
     Returns:
-      Tensor name -> shape, matrices as [out, in].
+      Tensor name -> shape.
     """
-    vocab_shape = (config.vocab_size, config.hidden_size)
-    shapes = {"model.embed_tokens.weight": vocab_shape, "model.norm.weight": (config.hidden_size,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = vocab_shape
-    block = block_shapes(config)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, suffix in _BLOCK_NAMES.items():
-            shapes[prefix + suffix] = block[name][::-1]
-        for expert in range(config.num_experts):
-            for name, projection in _EXPERT_NAMES.items():
-                key = f"{prefix}mlp.experts.{expert}.{projection}.weight"
-                shapes[key] = block[name][:0:-1]
+    shapes = {name: shape for _, name, shape in _outer_tensors(config)}
+    for _, group in _block_groups(config):
+        shapes |= group.tensors
     return shapes
 
 
@@ -99,18 +89,10 @@ def load_model_dir(path: str | Path) -> tuple[ModelConfig, Params]:
         raise CheckpointError(f"{config_path}: not JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from error
-    expected = tensor_shapes(config)
-    tensors = dict(_stored_tensors(folder))
-    problems = [f"missing {name} {list(expected[name])}" for name in expected.keys() - tensors]
-    problems += [f"unexpected {name}" for name in tensors.keys() - expected.keys()]
-    problems += [
-        f"shape of {name} is {list(tensors[name].shape)}, must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if problems:
-        raise CheckpointError(f"{folder}: " + "; ".join(sorted(problems)))
-    return config, _params_from_tensors(config, tensors)
+    with ExitStack() as stack:
+        stored = _Stored.open(folder, config, stack)
+        stored.check(tensor_shapes(config))
+        return config, _read_params(config, stored)
 
 
 def save_model_dir(
@@ -177,16 +159,80 @@ def _manager(directory: str | Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(Path(directory).absolute(), options=options)
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    for file_name in _weight_files(folder):
-        file_path = folder / file_name
+class _Stored:
+    """Tensors of a folder by the family's local names; read when asked for."""
+
+    def __init__(self, folder: Path, places: dict[str, tuple[Any, str]]) -> None:
+        self._folder = folder
+        self._places = places
+
+    @classmethod
+    def open(cls, folder: Path, config: ModelConfig, stack: ExitStack) -> _Stored:
+        places: dict[str, tuple[Any, str]] = {}
+        family = family_of(config)
+        for file_name in _weight_files(folder):
+            file_path = folder / file_name
+            try:
+                opened = stack.enter_context(safe_open(file_path, framework="numpy"))
+                names = list(opened.keys())
+            except Exception as error:
+                # The reader raises its own type and OSError alike; both mean it is unusable.
+                raise CheckpointError(f"{file_path}: cannot be read: {error}") from error
+            for name in names:
+                if (local := family.local_name(name)) is not None:
+                    places[local] = (opened, name)
+        return cls(folder, places)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """One error with everything that is missing, too much or of a wrong shape or type."""
+        problems = []
+        used = set()
+        for name, shape in expected.items():
+            parts = self._parts(name, shape)
+            if absent := [part for part in parts if part not in self._places]:
+                problems += [f"missing {part} {list(parts[part][0])}" for part in absent]
+            for part in parts.keys() - absent:
+                wanted, types = parts[part]
+                view = self._view(part)
+                if (got := tuple(view.get_shape())) != wanted:
+                    problems.append(f"shape of {part} is {list(got)}, must be {list(wanted)}")
+                if view.get_dtype() not in types:
+                    problems.append(f"type of {part} is {view.get_dtype()}, must be {types[0]}")
+            used |= parts.keys()
+        problems += [f"unexpected {name}" for name in self._places.keys() - used]
+        if problems:
+            raise CheckpointError(f"{self._folder}: " + "; ".join(sorted(problems)))
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as float32."""
+        if name in self._places:
+            opened, stored_name = self._places[name]
+            return opened.get_tensor(stored_name).astype(np.float32)
+        blocks, scales = (
+            self._places[name + suffix][0].get_tensor(self._places[name + suffix][1])
+            for suffix in (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
+        )
         try:
-            with safe_open(file_path, framework="numpy") as stored:
-                for name in stored.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, stored.get_tensor(name)
-        except Exception as error:
-            # The reader raises its own type and OSError alike; both mean the file is unusable.
-            raise CheckpointError(f"{file_path}: cannot be read: {error}") from error
+            # Quantised along the input axis, which is the last one of the stored tensor alone.
+            return mxfp4.dequantise(blocks, scales).swapaxes(1, 2)
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder}: {name}: {error}") from error
+
+    def _view(self, name: str) -> Any:
+        opened, stored_name = self._places[name]
+        return opened.get_slice(stored_name)
+
+    def _parts(
+        self, name: str, shape: tuple[int, ...]
+    ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """The stored tensors that are `name`: itself, or its MXFP4 blocks and scales."""
+        blocks, scales = name + mxfp4.BLOCKS_SUFFIX, name + mxfp4.SCALES_SUFFIX
+        if name in self._places or not {blocks, scales} & self._places.keys():
+            return {name: (shape, _FLOAT_TYPES)}
+        num_experts, width, out = shape
+        groups = (num_experts, out, width // mxfp4.BLOCK_VALUES)
+        packed = mxfp4.BLOCK_VALUES // 2
+        return {blocks: ((*groups, packed), ("U8",)), scales: (groups, ("U8",))}
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -203,44 +249,44 @@ def _weight_files(folder: Path) -> list[str]:
     return files
 
 
-def _params_from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Params:
-    def wide(name: str) -> np.ndarray:
-        return np.ascontiguousarray(tensors[name].T).astype(np.float32)
-
-    params: Params = {
-        "embed": np.ascontiguousarray(wide("model.embed_tokens.weight").T),
-        "final_norm": wide("model.norm.weight"),
-        "layers": [],
-    }
+def _outer_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Leaf, name and stored shape of the tensors outside the blocks."""
+    vocab_shape = (config.vocab_size, config.hidden_size)
+    yield "embed", _OUTER_NAMES["embed"], vocab_shape
+    yield "final_norm", _OUTER_NAMES["final_norm"], (config.hidden_size,)
     if not config.tie_word_embeddings:
-        params["lm_head"] = wide("lm_head.weight")
+        yield "lm_head", _OUTER_NAMES["lm_head"], vocab_shape
+
+
+def _block_groups(config: ModelConfig) -> Iterator[tuple[int, TensorGroup]]:
+    """Layer and groups of stored tensors of all blocks, under their full names."""
+    family = family_of(config)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        block = {name: wide(prefix + suffix) for name, suffix in _BLOCK_NAMES.items()}
-        for name, projection in _EXPERT_NAMES.items():
-            block[name] = np.stack(
-                [
-                    wide(f"{prefix}mlp.experts.{expert}.{projection}.weight")
-                    for expert in range(config.num_experts)
-                ]
-            )
-        params["layers"].append(block)
+        for group in family.block_groups(config, layer):
+            names = {f"model.layers.{layer}.{name}": s for name, s in group.tensors.items()}
+            yield layer, dataclasses.replace(group, tensors=names)
+
+
+def _read_params(config: ModelConfig, stored: _Stored) -> Params:
+    params: Params = {"layers": [{} for _ in range(config.num_layers)]}
+    for leaf, name, _ in _outer_tensors(config):
+        array = stored.read(name)
+        params[leaf] = np.ascontiguousarray(array.T if leaf == "lm_head" else array)
+    for layer, group in _block_groups(config):
+        leaves = group.read([stored.read(name) for name in group.tensors])
+        for leaf, array in zip(group.leaves, leaves, strict=True):
+            params["layers"][layer][leaf] = np.ascontiguousarray(array)
     return params
 
 
 def _tensors_from_params(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    yield "model.embed_tokens.weight", np.asarray(params["embed"])
-    yield "model.norm.weight", np.asarray(params["final_norm"])
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", np.asarray(params["lm_head"]).T
-    for layer, block in enumerate(params["layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, suffix in _BLOCK_NAMES.items():
-            yield prefix + suffix, np.asarray(block[name]).T
-        for name, projection in _EXPERT_NAMES.items():
-            stacked = np.asarray(block[name])
-            for expert in range(config.num_experts):
-                yield f"{prefix}mlp.experts.{expert}.{projection}.weight", stacked[expert].T
+    for leaf, name, _ in _outer_tensors(config):
+        array = np.asarray(params[leaf])
+        yield name, array.T if leaf == "lm_head" else array
+    for layer, group in _block_groups(config):
+        block = params["layers"][layer]
+        arrays = group.write([np.asarray(block[leaf]) for leaf in group.leaves])
+        yield from zip(group.tensors, arrays, strict=True)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

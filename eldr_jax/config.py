@@ -1,43 +1,50 @@
-"""Geometry of a Mixture-of-Experts decoder: one frozen record, three ways in and one way out.
+"""Geometry of a Mixture-of-Experts decoder: one frozen record that fixes shapes and arithmetic.
 
-`ModelConfig` is everything that fixes the shape and the arithmetic of a model. It comes from a
-YAML file of `configs/models` (`load_model_config`) or from the `config.json` of a Hugging Face
-folder (`from_hf`), and goes out as such a `config.json` (`to_hf`). It is hashable, so it can be a
-static argument of a jitted function.
-
-Only the `qwen3_moe` family exists today. A further family is a new member of `FAMILIES`, a key
-map beside `_from_qwen3_moe`, and one field for each thing in which its arithmetic differs.
+`ModelConfig` comes from a YAML file of `configs/models` (`load_model_config`) or from the
+`config.json` of a Hugging Face folder (`eldr_jax.hugging_face`). It is hashable, so it can be a
+static argument of a jitted function. What the families compute differently is in the option
+records of `eldr_jax.architecture`.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import yaml
 
+from eldr_jax.architecture import (
+    AttentionOptions,
+    BlockOptions,
+    ConfigError,
+    ExpertOptions,
+    FullAttention,
+    GateOptions,
+    LayerAttention,
+    Yarn,
+)
+
+__all__ = ["FAMILIES", "ConfigError", "ModelConfig", "block_shapes", "load_model_config"]
+
 SCHEMA_VERSION = 1
-FAMILIES = ("qwen3_moe",)
-
-
-class ConfigError(ValueError):
-    """A model description that names a wrong field, value or rule."""
+FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "gemma4")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shape and arithmetic of one model. Every layer is a MoE layer.
 
     Attributes:
-      family: architecture, one of `FAMILIES`.
+      family: whose checkpoints it reads and writes, one of `FAMILIES`; the arithmetic is in the
+        other fields alone.
       vocab_size: rows of the embedding, V.
       hidden_size: width of the residual stream, D.
       num_layers: decoder blocks, L.
       num_heads: query heads, H.
-      num_kv_heads: key/value heads, Hkv; divides `num_heads`.
+      num_kv_heads: key/value heads, Hkv; divides `num_heads`. Layers that attend to everything
+        may have their own (`attention.full`), as for `head_dim` and `rope_theta`.
       head_dim: width of one head, Dh; even (RoPE turns pairs).
       num_experts: experts of a layer, E.
       num_experts_per_tok: experts a token goes to, K.
@@ -50,6 +57,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
       initializer_range: standard deviation of freshly drawn weights.
       bos_token_id: id that opens a document, or None.
       eos_token_id: id that ends a document, or None.
+      scale_embeddings: whether embedded tokens are multiplied by sqrt(D).
+      logit_softcap: c where logits become c * tanh(logits / c); None to leave them.
+      attention: what the attention half does differently from Qwen3-MoE.
+      gate: the same for the router.
+      expert: the same for an expert.
+      block: how the halves are put together.
     """
 
     family: str = "qwen3_moe"
@@ -70,6 +83,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    scale_embeddings: bool = False
+    logit_softcap: float | None = None
+    attention: AttentionOptions = AttentionOptions()
+    gate: GateOptions = GateOptions()
+    expert: ExpertOptions = ExpertOptions()
+    block: BlockOptions = BlockOptions()
 
     def __post_init__(self) -> None:
         """Checks the invariants.
@@ -98,10 +117,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, name)
             if not 0.0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} must be positive and finite")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
-            )
+        if self.logit_softcap is not None and not 0.0 < self.logit_softcap < float("inf"):
+            raise ConfigError(f"logit_softcap={self.logit_softcap} must be positive and finite")
+        full = self.attention.full
+        for field, num_kv_heads in (
+            ("num_kv_heads", self.num_kv_heads),
+            ("attention.full.num_kv_heads", full.num_kv_heads if full else 1),
+        ):
+            if self.num_heads % num_kv_heads:
+                raise ConfigError(f"{field}={num_kv_heads} must divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even, RoPE turns pairs")
         if self.num_experts_per_tok > self.num_experts:
@@ -124,14 +148,91 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Columns of the key (and of the value) projection, Hkv*Dh."""
         return self.num_kv_heads * self.head_dim
 
+    def layer_attention(self, layer: int) -> LayerAttention:
+        """Attention of layer `layer`, counted from 0, with everything resolved."""
+        options = self.attention
+        every = options.full_interval
+        slides = options.sliding_window is not None and not (every and (layer + 1) % every == 0)
+        full = None if slides else options.full
+        head_dim = full.head_dim if full else self.head_dim
+        return LayerAttention(
+            num_heads=self.num_heads,
+            num_kv_heads=full.num_kv_heads if full else self.num_kv_heads,
+            head_dim=head_dim,
+            window=options.sliding_window if slides else None,
+            rope_theta=full.rope_theta if full else self.rope_theta,
+            rotary_fraction=full.rotary_fraction if full else 1.0,
+            values_from_keys=full.values_from_keys if full else False,
+            scale=head_dim**-0.5 if options.scale is None else options.scale,
+        )
+
+    @property
+    def max_kv_shape(self) -> tuple[int, int]:
+        """Most key/value heads, and widest head, of any layer: (Hkv, Dh)."""
+        layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
+        return max(a.num_kv_heads for a in layers), max(a.head_dim for a in layers)
+
     @property
     def num_params(self) -> int:
         """Weights of the whole model, a tied head counted once."""
-        d, f, e = self.hidden_size, self.moe_intermediate_size, self.num_experts
-        attention = 2 * d * self.query_width + 2 * d * self.kv_width + 2 * self.head_dim
-        layer = attention + 2 * d + d * e + 3 * e * d * f
         heads = 1 if self.tie_word_embeddings else 2
-        return heads * self.vocab_size * d + d + self.num_layers * layer
+        blocks = sum(
+            math.prod(shape)
+            for layer in range(self.num_layers)
+            for shape in block_shapes(self, layer).values()
+        )
+        return (heads * self.vocab_size + 1) * self.hidden_size + blocks
+
+
+def block_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each weight of one block.
+
+    Args:
+      config: geometry.
+      layer: which block, from 0; blocks of sliding and of full attention may differ.
+
+    Returns:
+      Name -> shape, matrices as [in, out]. Always: `attn_norm`, `wq`, `wk`, `wo`, `mlp_norm`,
+      `gate`, `w_gate`, `w_up`, `w_down`. By option: `wv`, `q_norm`, `k_norm`, biases `bq`, `bk`,
+      `bv`, `bo`, `sinks` [H], `gate_bias` [E], `gate_scale` [D], `expert_scale` [E], expert
+      biases `b_gate`, `b_up`, `b_down`, `attn_post_norm`, `mlp_post_norm`, the dense MLP's
+      `dense_norm`, `dense_gate`, `dense_up`, `dense_down`, `dense_post_norm`,
+      `expert_post_norm`, and `output_scale` [1].
+    """
+    d, f, e = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    attention, options = config.layer_attention(layer), config.attention
+    query, kv = attention.query_width, attention.kv_width
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (d,), "wq": (d, query), "wk": (d, kv)}
+    if not attention.values_from_keys:
+        shapes["wv"] = (d, kv)
+    shapes["wo"] = (query, d)
+    if options.query_key_norm == "head":
+        shapes |= {"q_norm": (attention.head_dim,), "k_norm": (attention.head_dim,)}
+    elif options.query_key_norm == "projection":
+        shapes |= {"q_norm": (query,), "k_norm": (kv,)}
+    shapes |= {"mlp_norm": (d,), "gate": (d, e)}
+    shapes |= {"w_gate": (e, d, f), "w_up": (e, d, f), "w_down": (e, f, d)}
+    if options.bias:
+        shapes |= {"bq": (query,), "bk": (kv,)}
+        if not attention.values_from_keys:
+            shapes["bv"] = (kv,)
+        shapes["bo"] = (d,)
+    if options.sinks:
+        shapes["sinks"] = (config.num_heads,)
+    if config.gate.bias:
+        shapes["gate_bias"] = (e,)
+    if config.gate.own_norm:
+        shapes |= {"gate_scale": (d,), "expert_scale": (e,)}
+    if config.expert.bias:
+        shapes |= {"b_gate": (e, f), "b_up": (e, f), "b_down": (e, d)}
+    if config.block.post_norms:
+        shapes |= {"attn_post_norm": (d,), "mlp_post_norm": (d,)}
+    if width := config.block.dense_intermediate_size:
+        shapes |= {"dense_norm": (d,), "dense_gate": (d, width), "dense_up": (d, width)}
+        shapes |= {"dense_down": (width, d), "dense_post_norm": (d,), "expert_post_norm": (d,)}
+    if config.block.output_scale:
+        shapes["output_scale"] = (1,)
+    return shapes
 
 
 class _ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,124 +270,22 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}{_nearest_field(str(error))}") from error
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads the content of a Hugging Face `config.json`.
-
-    Args:
-      hf: the decoded file.
-
-    Returns:
-      The model's geometry.
-
-    Raises:
-      ConfigError: an architecture or an option that this model does not compute, or a missing
-        key.
-    """
-    family = hf.get("model_type")
-    if family != "qwen3_moe":
-        raise ConfigError(f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    return _from_qwen3_moe(hf)
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes the content of a Hugging Face `config.json`.
-
-    Args:
-      config: the model's geometry.
-
-    Returns:
-      A dictionary that transformers and vLLM load as `Qwen3MoeForCausalLM`.
-    """
-    hf: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": config.family,
-        "torch_dtype": "bfloat16",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "hidden_act": "silu",
-        # Width of dense layers, of which there are none; readers want the key all the same.
-        "intermediate_size": config.moe_intermediate_size * config.num_experts_per_tok,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_cache": True,
-        "use_sliding_window": False,
-    }
-    hf |= {key: getattr(config, field) for field, key in _QWEN3_MOE_KEYS.items()}
-    for field in ("bos_token_id", "eos_token_id"):
-        hf[field] = getattr(config, field)
-    return dict(sorted(hf.items()))
-
-
-# Our field -> key of the family's config.json.
-_QWEN3_MOE_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "moe_intermediate_size": "moe_intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "norm_topk_prob": "norm_topk_prob",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "max_position_embeddings": "max_position_embeddings",
-    "initializer_range": "initializer_range",
+_RECORDS = {
+    "model": ModelConfig,
+    "attention": AttentionOptions,
+    "full": FullAttention,
+    "yarn": Yarn,
+    "gate": GateOptions,
+    "expert": ExpertOptions,
+    "block": BlockOptions,
 }
-# What the published architecture can be told to do and we do not compute: key -> values that
-# leave it off.
-_QWEN3_MOE_OFF: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "decoder_sparse_step": (1, None),
-    "hidden_act": ("silu", None),
-    "mlp_only_layers": ([], None),
-    "rope_scaling": (None,),
-    "use_sliding_window": (False, None),
-}
-
-
-def _from_qwen3_moe(hf: Mapping[str, Any]) -> ModelConfig:
-    for key, allowed in _QWEN3_MOE_OFF.items():
-        if hf.get(key) not in allowed:
-            raise ConfigError(f"{key}={hf[key]!r} must be {allowed[0]!r}, nothing else is computed")
-    flat = dict(hf)
-    # transformers 5 moved the rotary base into a dictionary of its own.
-    rope = flat.get("rope_parameters")
-    if rope is not None:
-        if rope.get("rope_type", "default") != "default":
-            raise ConfigError(f"rope_parameters={rope!r} must have rope_type 'default'")
-        flat.setdefault("rope_theta", rope.get("rope_theta"))
-    fields: dict[str, Any] = {"family": "qwen3_moe"}
-    missing = [key for key in _QWEN3_MOE_KEYS.values() if flat.get(key) is None]
-    optional = {"head_dim", "initializer_range", "tie_word_embeddings", "norm_topk_prob"}
-    if required := [key for key in missing if key not in optional]:
-        raise ConfigError(f"config.json lacks {', '.join(required)}")
-    for field, key in _QWEN3_MOE_KEYS.items():
-        if key not in missing:
-            fields[field] = flat[key]
-    # The published defaults of the family where a file leaves the key out.
-    fields.setdefault("head_dim", flat["hidden_size"] // flat["num_attention_heads"])
-    fields.setdefault("norm_topk_prob", False)
-    for field in ("bos_token_id", "eos_token_id"):
-        value = flat.get(field)
-        # A list of ends keeps its first one: the others are the chat template's business.
-        fields[field] = value[0] if isinstance(value, list) else value
-    try:
-        return msgspec.convert(fields, ModelConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"config.json: {error}") from error
 
 
 def _nearest_field(message: str) -> str:
     """A hint naming the known field closest to the unknown one that `message` complains of."""
-    found = re.search(r"unknown field `([^`]+)`", message)
+    found = re.search(r"unknown field `([^`]+)`(?: - at `\$\.?([\w.]*)`)?", message)
     if found is None:
         return ""
-    known = ModelConfig.__struct_fields__ if "$.model" in message else _ModelFile.__struct_fields__
-    near = difflib.get_close_matches(found.group(1), known, n=1, cutoff=0.0)
+    record = _RECORDS.get((found.group(2) or "").rpartition(".")[2], _ModelFile)
+    near = difflib.get_close_matches(found.group(1), record.__struct_fields__, n=1, cutoff=0.0)
     return f" (nearest known field: {near[0]})"

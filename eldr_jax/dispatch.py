@@ -8,12 +8,13 @@
   grouped matrix product on TPUs and is slow on CPUs.
 
 The serving step has its own fourth way (only the active experts, `eldr_jax.paged`). All four call
-`layers.swiglu`'s arithmetic.
+`layers.gated`'s arithmetic.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eldr_jax import layers
+from eldr_jax.architecture import ExpertOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,58 +51,58 @@ class Dispatch:
 
 
 DENSE = Dispatch(kind="dense")
+_SILU = ExpertOptions()
 
 
 def run_experts(
     x: jax.Array,
     weights: jax.Array,
     ids: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    experts: Mapping[str, jax.Array],
     dispatch: Dispatch,
+    options: ExpertOptions = _SILU,
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of each token's experts.
 
     Args:
       x: [T, D] normed tokens.
-      weights: [T, K] float32 from `layers.route`.
-      ids: [T, K] int32 from `layers.route`.
-      w_gate: [E, D, F].
-      w_up: [E, D, F].
-      w_down: [E, F, D].
+      weights: [T, K] float32 from `layers.choose_experts`.
+      ids: [T, K] int32 from `layers.choose_experts`; with `ragged`, a negative id is nobody's
+        here and brings nothing: padding, or an expert that another device holds.
+      experts: stacked weights from `layers.expert_leaves`.
       dispatch: the path.
+      options: activation and biases of an expert.
 
     Returns:
       y [T, D] in the type of `x`, and the number of dropped (token, expert) pairs, int32.
     """
-    experts = (w_gate, w_up, w_down)
     if dispatch.kind == "dense":
-        return _dense(x, weights, ids, *experts), jnp.int32(0)
+        return _dense(x, weights, ids, experts, options), jnp.int32(0)
     if dispatch.kind == "ragged":
-        return _ragged(x, weights, ids, *experts), jnp.int32(0)
-    even_share = x.shape[0] * ids.shape[1] / w_gate.shape[0]
+        return _ragged(x, weights, ids, experts, options), jnp.int32(0)
+    even_share = x.shape[0] * ids.shape[1] / experts["w_gate"].shape[0]
     capacity = min(max(1, math.ceil(dispatch.capacity_factor * even_share)), x.shape[0])
-    return _capacity(x, weights, ids, *experts, capacity=capacity)
+    return _capacity(x, weights, ids, experts, options, capacity=capacity)
 
 
 def _dense(
     x: jax.Array,
     weights: jax.Array,
     ids: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    experts: Mapping[str, jax.Array],
+    options: ExpertOptions,
 ) -> jax.Array:
-    num_experts = w_gate.shape[0]
+    num_experts = experts["w_gate"].shape[0]
     chosen = jax.nn.one_hot(ids, num_experts, dtype=weights.dtype)
     combine = jnp.einsum("tk,tke->et", weights, chosen).astype(x.dtype)
 
-    def add_expert(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        share, gate, up, down = expert
-        return total + share[:, None] * layers.swiglu(x, gate, up, down), None
+    def add_expert(
+        total: jax.Array, expert: tuple[jax.Array, Mapping[str, jax.Array]]
+    ) -> tuple[jax.Array, None]:
+        share, stacked = expert
+        return total + share[:, None] * layers.expert_mlp(x, stacked, options), None
 
-    total, _ = jax.lax.scan(add_expert, jnp.zeros_like(x), (combine, w_gate, w_up, w_down))
+    total, _ = jax.lax.scan(add_expert, jnp.zeros_like(x), (combine, dict(experts)))
     return total
 
 
@@ -116,44 +118,48 @@ def _ragged(
     x: jax.Array,
     weights: jax.Array,
     ids: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    experts: Mapping[str, jax.Array],
+    options: ExpertOptions,
 ) -> jax.Array:
-    k = ids.shape[1]
-    order, _, sizes = _sorted_choices(ids, w_gate.shape[0])
+    k, num_experts = ids.shape[1], experts["w_gate"].shape[0]
+    # Choices that are nobody's here sort behind the last group and belong to none.
+    mine = ids >= 0
+    order, owners, sizes = _sorted_choices(jnp.where(mine, ids, num_experts), num_experts)
     rows = x[order // k]
-    gate = jax.lax.ragged_dot(rows, w_gate, sizes)
-    up = jax.lax.ragged_dot(rows, w_up, sizes)
-    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, w_down, sizes)
-    back = jnp.argsort(order)
-    return _combine(out[back].reshape(*ids.shape, -1), weights, x.dtype)
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        y = jax.lax.ragged_dot(rows, experts[f"w_{name}"], sizes)
+        return y + experts[f"b_{name}"][owners] if options.bias else y
+
+    inner = layers.gated(project(rows, "gate"), project(rows, "up"), options)
+    picked = project(inner, "down")[jnp.argsort(order)].reshape(*ids.shape, -1)
+    # Rows outside of every group may hold anything.
+    return _combine(jnp.where(mine[..., None], picked, 0), weights, x.dtype)
 
 
 def _capacity(
     x: jax.Array,
     weights: jax.Array,
     ids: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    experts: Mapping[str, jax.Array],
+    options: ExpertOptions,
     *,
     capacity: int,
 ) -> tuple[jax.Array, jax.Array]:
     num_tokens, k = ids.shape
-    num_experts = w_gate.shape[0]
+    num_experts = experts["w_gate"].shape[0]
     num_slots = num_experts * capacity
-    order, experts, sizes = _sorted_choices(ids, num_experts)
-    place = jnp.arange(num_tokens * k) - (jnp.cumsum(sizes) - sizes)[experts]
+    order, owners, sizes = _sorted_choices(ids, num_experts)
+    place = jnp.arange(num_tokens * k) - (jnp.cumsum(sizes) - sizes)[owners]
     fits = place < capacity
     # One slot beyond the last takes whatever is dropped; nothing reads it back.
-    slot_sorted = jnp.where(fits, experts * capacity + place, num_slots)
+    slot_sorted = jnp.where(fits, owners * capacity + place, num_slots)
     slot_of_choice = jnp.zeros(num_tokens * k, jnp.int32).at[order].set(slot_sorted)
     choice_of_slot = jnp.full(num_slots + 1, num_tokens * k, jnp.int32).at[slot_sorted].set(order)
     choice_of_slot = choice_of_slot.at[num_slots].set(num_tokens * k)[:num_slots]
     slots = slot_of_choice.reshape(num_tokens, k)
     rows = _gather_rows(x, choice_of_slot // k, slots)
-    out = layers.swiglu(rows.reshape(num_experts, capacity, -1), w_gate, w_up, w_down)
+    out = layers.expert_mlp(rows.reshape(num_experts, capacity, -1), experts, options)
     picked = _gather_rows(out.reshape(num_slots, -1), slots.reshape(-1), choice_of_slot[:, None])
     dropped = num_tokens * k - jnp.sum(fits, dtype=jnp.int32)
     return _combine(picked.reshape(num_tokens, k, -1), weights, x.dtype), dropped

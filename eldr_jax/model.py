@@ -14,27 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eldr_jax import layers
-from eldr_jax.config import ModelConfig
+from eldr_jax import attention, layers
+from eldr_jax.architecture import LayerAttention
+from eldr_jax.config import ModelConfig, block_shapes
 from eldr_jax.dispatch import DENSE, Dispatch, run_experts
 
 Params = dict[str, Any]
-
-BLOCK_PARAMS = (
-    "attn_norm",
-    "wq",
-    "wk",
-    "wv",
-    "wo",
-    "q_norm",
-    "k_norm",
-    "mlp_norm",
-    "gate",
-    "w_gate",
-    "w_up",
-    "w_down",
-)
-
 
 _ATTENTION_BLOCK_TOKENS = 64
 
@@ -73,29 +58,11 @@ class Forward:
     routers: tuple[RouterTrace, ...]
 
 
-def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of a block, keyed and ordered as `BLOCK_PARAMS`."""
-    d, f, e = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    return {
-        "attn_norm": (d,),
-        "wq": (d, config.query_width),
-        "wk": (d, config.kv_width),
-        "wv": (d, config.kv_width),
-        "wo": (config.query_width, d),
-        "q_norm": (config.head_dim,),
-        "k_norm": (config.head_dim,),
-        "mlp_norm": (d,),
-        "gate": (d, e),
-        "w_gate": (e, d, f),
-        "w_up": (e, d, f),
-        "w_down": (e, f, d),
-    }
-
-
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Fresh weights.
 
-    Matrices, embedding and head have variance 1/fan_in, norms are one. What writes to the residual
+    Matrices, embedding and head have variance 1/fan_in, norms and scales are one, biases and sinks
+    zero. What writes to the residual
     stream starts at `initializer_range` over sqrt(2L) (GPT-2's rule): at first a token's own
     embedding leads the stream. Where the mean over its context led instead, all tokens of a
     sequence would look alike to the gate and pick the same experts.
@@ -119,12 +86,16 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     }
     if not config.tie_word_embeddings:
         params["lm_head"] = normal(1, vocab_shape[::-1], config.hidden_size**-0.5)
-    for layer_index in range(config.num_layers):
+    index = 1
+    for layer in range(config.num_layers):
         block: dict[str, jax.Array] = {}
-        for offset, (name, shape) in enumerate(block_shapes(config).items()):
-            index = 2 + layer_index * len(BLOCK_PARAMS) + offset
-            if name.endswith("_norm"):
+        for name, shape in block_shapes(config, layer).items():
+            index += 1
+            if name.endswith(("_norm", "_scale")):
                 block[name] = jnp.ones(shape, jnp.float32)
+                continue
+            if name.endswith(("_bias", "sinks")) or name.startswith("b"):
+                block[name] = jnp.zeros(shape, jnp.float32)
                 continue
             if name in ("wo", "w_down"):
                 deviation = config.initializer_range * (2 * config.num_layers) ** -0.5
@@ -135,16 +106,27 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     return params
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Attention in which a token looks at itself and at what stands before it.
 
-    Blocks of queries see only the keys up to their own end: nearly half the scores are masked
-    anyway.
+    Blocks of queries see only the keys from their window's start up to their own end: nearly half
+    the scores are masked anyway.
 
     Args:
       q: [B, T, H, Dh].
       k: [B, T, Hkv, Dh].
       v: [B, T, Hkv, Dh].
+      window: tokens a token looks back, itself included; None for all.
+      scale: factor of the scores; None for Dh**-0.5.
+      sinks: [H], see `attention.attend`.
 
     Returns:
       [B, T, H*Dh].
@@ -153,28 +135,36 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     mixed = []
     for start in range(0, length, _ATTENTION_BLOCK_TOKENS):
         end = min(start + _ATTENTION_BLOCK_TOKENS, length)
-        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
-        mixed.append(layers.attend(q[:, start:end], k[:, :end], v[:, :end], mask))
+        first = 0 if window is None else max(0, start - window + 1)
+        back = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None, :]
+        mask = back >= 0 if window is None else (back >= 0) & (back < window)
+        keys, values = k[:, first:end], v[:, first:end]
+        mixed.append(
+            attention.attend(q[:, start:end], keys, values, mask, scale=scale, sinks=sinks)
+        )
     return jnp.concatenate(mixed, axis=1)
 
 
 class Block(nnx.Module):
     """Attention and MoE halves of one layer, each behind its norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array]) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], layer: int = 0) -> None:
         """Holds one layer's weights.
 
         Args:
           config: geometry.
-          weights: arrays keyed as `BLOCK_PARAMS`.
+          weights: arrays keyed as `block_shapes` of that layer.
+          layer: which layer it is, from 0.
         """
         self.config = config
-        for name in BLOCK_PARAMS:
+        self.attention = config.layer_attention(layer)
+        self.names = tuple(block_shapes(config, layer))
+        for name in self.names:
             setattr(self, name, nnx.Param(weights[name]))
 
     def weights(self) -> dict[str, jax.Array]:
-        """The layer's arrays, keyed as `BLOCK_PARAMS`."""
-        return {name: getattr(self, name)[...] for name in BLOCK_PARAMS}
+        """The layer's arrays, keyed as `block_shapes`."""
+        return {name: getattr(self, name)[...] for name in self.names}
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, dispatch: Dispatch
@@ -191,16 +181,27 @@ class Block(nnx.Module):
           The new stream [B, T, D] and the gate's decisions over B*T tokens.
         """
         config, weights = self.config, self.weights()
-        eps = config.rms_norm_eps
+        eps, options = config.rms_norm_eps, config.attention
         normed = layers.rms_norm(x, weights["attn_norm"], eps)
-        q, k, v = layers.project_qkv(normed, weights, cos, sin, head_dim=config.head_dim, eps=eps)
-        x = x + causal_attention(q, k, v) @ weights["wo"]
+        q, k, v = attention.project_qkv(
+            normed, weights, cos, sin, attention=self.attention, options=options, eps=eps
+        )
+        mixed = causal_attention(
+            q,
+            k,
+            v,
+            window=self.attention.window,
+            scale=self.attention.scale,
+            sinks=weights["sinks"] if options.sinks else None,
+        )
+        x = layers.add_attention(x, mixed, weights, config)
 
+        stream = x.reshape(-1, config.hidden_size)
         tokens = layers.rms_norm(x, weights["mlp_norm"], eps).reshape(-1, config.hidden_size)
-        logits = (tokens @ weights["gate"]).astype(jnp.float32)
-        gates, ids = layers.route(logits, config.num_experts_per_tok, config.norm_topk_prob)
-        experts = (weights["w_gate"], weights["w_up"], weights["w_down"])
-        out, dropped = run_experts(tokens, gates, ids, *experts, dispatch)
+        logits = layers.gate_logits(stream, tokens, weights, config).astype(jnp.float32)
+        gates, ids = layers.choose_experts(logits, weights, config)
+        experts = layers.expert_leaves(weights)
+        out, dropped = run_experts(tokens, gates, ids, experts, dispatch, config.expert)
         trace = RouterTrace(
             mean_input=jnp.mean(tokens.astype(jnp.float32), axis=0),
             logits=logits,
@@ -208,7 +209,7 @@ class Block(nnx.Module):
             ids=ids,
             dropped=dropped,
         )
-        return x + out.reshape(x.shape), trace
+        return layers.add_experts(x, out.reshape(x.shape), weights, config), trace
 
 
 class MoeTransformer(nnx.Module):
@@ -224,7 +225,9 @@ class MoeTransformer(nnx.Module):
         self.config = config
         self.embed = nnx.Param(params["embed"])
         self.final_norm = nnx.Param(params["final_norm"])
-        self.blocks = nnx.List([Block(config, weights) for weights in params["layers"]])
+        self.blocks = nnx.List(
+            [Block(config, weights, layer) for layer, weights in enumerate(params["layers"])]
+        )
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(params["lm_head"])
 
@@ -241,11 +244,20 @@ class MoeTransformer(nnx.Module):
         config = self.config
         length = tokens.shape[1]
         positions = jnp.arange(length, dtype=jnp.int32)
-        cos, sin = layers.rope_angles(positions, config.head_dim, config.rope_theta)
-        x = self.embed[...][tokens]
+        angles: dict[LayerAttention, tuple[jax.Array, jax.Array]] = {}
+        x = layers.embed(tokens, self.embed[...], config)
         routers = []
         for block in self.blocks:
-            x, trace = block(x, cos, sin, dispatch)
+            own = block.attention
+            if own not in angles:
+                angles[own] = attention.rope_angles(
+                    positions,
+                    own.head_dim,
+                    own.rope_theta,
+                    rotary_fraction=own.rotary_fraction,
+                    yarn=config.attention.yarn,
+                )
+            x, trace = block(x, *angles[own], dispatch)
             routers.append(trace)
         hidden = layers.rms_norm(x, self.final_norm[...], config.rms_norm_eps)
         return Forward(hidden=hidden, routers=tuple(routers))
@@ -263,7 +275,8 @@ class MoeTransformer(nnx.Module):
         Returns:
           [..., V] float32.
         """
-        return jnp.matmul(hidden, self.head().T, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(hidden, self.head().T, preferred_element_type=jnp.float32)
+        return layers.soften_logits(logits, self.config)
 
 
 def model_of(config: ModelConfig, params: Params) -> MoeTransformer:
@@ -278,10 +291,8 @@ def params_of(model: MoeTransformer) -> Params:
       model: the modules.
 
     Returns:
-      {"embed": [V, D], "final_norm": [D], "layers": [{"attn_norm": [D], "wq": [D, H*Dh],
-      "wk": [D, Hkv*Dh], "wv": [D, Hkv*Dh], "wo": [H*Dh, D], "q_norm": [Dh], "k_norm": [Dh],
-      "mlp_norm": [D], "gate": [D, E], "w_gate": [E, D, F], "w_up": [E, D, F],
-      "w_down": [E, F, D]}, ...]}, and "lm_head": [D, V] where the head is not tied.
+      {"embed": [V, D], "final_norm": [D], "layers": [one dictionary a block, with the names and
+      shapes of `eldr_jax.config.block_shapes`]}, and "lm_head": [D, V] where the head is not tied.
     """
     params: Params = {
         "embed": model.embed[...],

@@ -10,7 +10,9 @@ Batch- and bucket-invariant by construction (`row_tile` set, the CPU serving pat
 with a reduction in it runs on tiles of exactly `row_tile` rows, whatever T is, so a row meets
 the same instructions with the same shapes alone and in company:
 - projections, norms, gate and head: `lax.map` over tiles;
-- attention: each row walks its own KV blocks in order with a running softmax;
+- attention: each row walks its own KV blocks in order with a running softmax; a block of which a
+  row sees nothing (after its end, or before its window) leaves that row's state as it was, so a
+  tile may walk any range that covers its rows;
 - experts: (token, expert) pairs sorted by expert and cut into tiles of one expert each. The
   loop's trip count is the number of such tiles, so a decode step's time grows with the number
   of DISTINCT experts its rows activate, as on real hardware;
@@ -29,20 +31,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eldr_jax import layers
+from eldr_jax import attention, layers
+from eldr_jax.architecture import LayerAttention
 from eldr_jax.config import ModelConfig
 from eldr_jax.dispatch import Dispatch, run_experts
 from kernels.expert_histogram import expert_histogram
 
 ROW_TILE = 16
 _NEVER = -1e30
+_LITTLE = 1e-30
 
 
 class KvPool(NamedTuple):
     """Keys and values of every block, one array per layer.
 
     Attributes:
-      keys: L arrays [num_blocks, B, Hkv, Dh] float32.
+      keys: L arrays [num_blocks, B, Hkv, Dh] float32, Hkv and Dh those of the layer.
       values: the same shapes.
     """
 
@@ -99,10 +103,13 @@ def num_count_rows(num_tokens: int, num_sequences: int, block_size: int) -> int:
 
 def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> KvPool:
     """An empty pool of `num_blocks` blocks of `block_size` tokens."""
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    shapes = [
+        (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        for layer in map(config.layer_attention, range(config.num_layers))
+    ]
     return KvPool(
-        keys=tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_layers)),
-        values=tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_layers)),
+        keys=tuple(jnp.zeros(shape, jnp.float32) for shape in shapes),
+        values=tuple(jnp.zeros(shape, jnp.float32) for shape in shapes),
     )
 
 
@@ -139,15 +146,19 @@ def paged_step(
     own_block = jnp.take_along_axis(tables, (step.positions // block_size)[:, None], axis=1)[:, 0]
     slots = own_block * block_size + step.positions % block_size
     slots = jnp.where(real, slots, num_blocks * block_size)
-    x = params["embed"][jnp.maximum(step.token_ids, 0)].astype(jnp.float32)
+    x = layers.embed(jnp.maximum(step.token_ids, 0), params["embed"], config).astype(jnp.float32)
     new_keys, new_values, all_ids = [], [], []
-    for layer, keys, values in zip(params["layers"], pool.keys, pool.values, strict=True):
-        q, k, v = tiles(functools.partial(_project, layer, config), x, step.positions)
-        keys, values = _write(keys, slots, k), _write(values, slots, v)
-        attend = functools.partial(_attend, layer, config, keys, values)
-        x, normed, weights, ids = tiles(attend, x, q, step.positions, tables)
+    for index, layer in enumerate(params["layers"]):
+        own = config.layer_attention(index)
+        q, k, v = tiles(functools.partial(_project, layer, config, own), x, step.positions)
+        keys, values = _write(pool.keys[index], slots, k), _write(pool.values[index], slots, v)
+        attend = functools.partial(_attend, layer, config, own, keys, values)
+        x, normed, weights, ids = tiles(attend, x, q, step.positions, real, tables)
         ids = jnp.where(real[:, None], ids, -1)
-        x = x + _experts(normed, weights, ids, layer, config, row_tile)
+        out = _experts(normed, weights, ids, layer, config, row_tile)
+        add = functools.partial(_add_experts, layer, config)
+        # Only norms and the dense MLP reduce; a sum alone needs no tiles.
+        x = tiles(add, x, out) if config.block.post_norms else add(x, out)
         new_keys.append(keys)
         new_values.append(values)
         all_ids.append(ids.T)
@@ -183,13 +194,22 @@ def _map_tiles(fn: Callable[..., Any], *rows: Rows, row_tile: int | None) -> Any
 
 
 def _project(
-    layer: dict[str, jax.Array], config: ModelConfig, x: jax.Array, positions: jax.Array
+    layer: dict[str, jax.Array],
+    config: ModelConfig,
+    own: LayerAttention,
+    x: jax.Array,
+    positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    cos, sin = layers.rope_angles(positions, config.head_dim, config.rope_theta)
-    normed = layers.rms_norm(x, layer["attn_norm"], config.rms_norm_eps)
-    return layers.project_qkv(
-        normed, layer, cos, sin, head_dim=config.head_dim, eps=config.rms_norm_eps
+    options, eps = config.attention, config.rms_norm_eps
+    cos, sin = attention.rope_angles(
+        positions,
+        own.head_dim,
+        own.rope_theta,
+        rotary_fraction=own.rotary_fraction,
+        yarn=options.yarn,
     )
+    normed = layers.rms_norm(x, layer["attn_norm"], eps)
+    return attention.project_qkv(normed, layer, cos, sin, attention=own, options=options, eps=eps)
 
 
 def _write(cache: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
@@ -200,17 +220,19 @@ def _write(cache: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 def _attend(
     layer: dict[str, jax.Array],
     config: ModelConfig,
+    own: LayerAttention,
     keys: jax.Array,
     values: jax.Array,
     x: jax.Array,
     q: jax.Array,
     positions: jax.Array,
+    real: jax.Array,
     tables: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Attention over each row's own blocks, then the gate: (x, normed, weights, ids)."""
-    num_rows, block_size, groups = q.shape[0], keys.shape[1], config.num_kv_heads
-    per_group = config.num_heads // groups
-    grouped = q.reshape(num_rows, groups, per_group, config.head_dim) * config.head_dim**-0.5
+    num_rows, block_size, groups = q.shape[0], keys.shape[1], own.num_kv_heads
+    per_group = own.num_heads // groups
+    grouped = q.reshape(num_rows, groups, per_group, own.head_dim) * own.scale
 
     def one_block(
         index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
@@ -218,7 +240,10 @@ def _attend(
         top, mass, mixed = state
         blocks = tables[:, index]
         scores = jnp.einsum("tkgd,tbkd->tkgb", grouped, keys[blocks])
-        seen = (index * block_size + jnp.arange(block_size))[None, :] <= positions[:, None]
+        places = (index * block_size + jnp.arange(block_size))[None, :]
+        seen = places <= positions[:, None]
+        if own.window is not None:
+            seen &= places > positions[:, None] - own.window
         seen = seen[:, None, None, :]
         scores = jnp.where(seen, scores, _NEVER)
         new_top = jnp.maximum(top, scores.max(-1))
@@ -228,16 +253,24 @@ def _attend(
         return new_top, mass * shrink + share.sum(-1), mixed
 
     flat = jnp.zeros((num_rows, groups, per_group))
-    start = (flat + _NEVER, flat, jnp.zeros(grouped.shape))
+    if config.attention.sinks:
+        # The sink is the first thing a row sees: its whole mass so far, and it brings no value.
+        sinks = layer["sinks"].astype(flat.dtype).reshape(groups, per_group)
+        start = (flat + sinks, flat + 1.0, jnp.zeros(grouped.shape))
+    else:
+        start = (flat + _NEVER, flat, jnp.zeros(grouped.shape))
+    first_block = jnp.int32(0)
+    if own.window is not None:
+        first_seen = jnp.where(real, positions, jnp.max(positions)) - own.window + 1
+        first_block = jnp.maximum(jnp.min(first_seen), 0) // block_size
     num_blocks = jnp.max(positions) // block_size + 1
-    _, mass, mixed = lax.fori_loop(0, num_blocks, one_block, start)
-    # Position 0 sees itself, so only rows that no block was read for (none) have no mass.
-    mixed = (mixed / mass[..., None]).reshape(num_rows, config.query_width)
-    x = x + mixed @ layer["wo"]
+    _, mass, mixed = lax.fori_loop(first_block, num_blocks, one_block, start)
+    # A real row sees itself. Padding that saw nothing would divide zero by zero.
+    mixed = mixed / (mass if own.window is None else jnp.maximum(mass, _LITTLE))[..., None]
+    x = layers.add_attention(x, mixed.reshape(num_rows, own.query_width), layer, config)
     normed = layers.rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    weights, ids = layers.route(
-        normed @ layer["gate"], config.num_experts_per_tok, config.norm_topk_prob
-    )
+    logits = layers.gate_logits(x, normed, layer, config)
+    weights, ids = layers.choose_experts(logits, layer, config)
     return x, normed, weights, ids
 
 
@@ -250,10 +283,11 @@ def _experts(
     row_tile: int | None,
 ) -> jax.Array:
     """Weighted sum of each token's experts, [T, D]; ids of -1 contribute nothing."""
-    stacked = (layer["w_gate"], layer["w_up"], layer["w_down"])
+    stacked = layers.expert_leaves(layer)
     if row_tile is None:
         real = (ids >= 0).all(axis=1, keepdims=True)
-        total, _ = run_experts(x, weights, jnp.maximum(ids, 0), *stacked, Dispatch(kind="ragged"))
+        ragged = Dispatch(kind="ragged")
+        total, _ = run_experts(x, weights, jnp.maximum(ids, 0), stacked, ragged, config.expert)
         return jnp.where(real, total, 0.0)
     num_tokens, k = ids.shape
     # Padding sorts behind the last expert and belongs to no tile.
@@ -274,7 +308,11 @@ def _experts(
         within = index - (last_tile[expert] - tiles_of[expert])
         start = first_pair[expert] + within * row_tile
         rows = x[lax.dynamic_slice_in_dim(token_of, start, row_tile)]
-        y = layers.swiglu(rows, *(lax.dynamic_index_in_dim(w, expert, 0, False) for w in stacked))
+        own = {
+            name: lax.dynamic_index_in_dim(weight, expert, 0, False)
+            for name, weight in stacked.items()
+        }
+        y = layers.expert_mlp(rows, own, config.expert)
         # Rows past the expert's last pair are overwritten by the next expert's tile.
         return lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
 
@@ -292,7 +330,13 @@ def _add_in_order(picked: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.
     return total
 
 
+def _add_experts(
+    layer: dict[str, jax.Array], config: ModelConfig, x: jax.Array, out: jax.Array
+) -> jax.Array:
+    return layers.add_experts(x, out, layer, config)
+
+
 def _head(params: dict[str, Any], config: ModelConfig, x: jax.Array) -> jax.Array:
     normed = layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
     head = params["embed"].T if config.tie_word_embeddings else params["lm_head"]
-    return (normed @ head).astype(jnp.float32)
+    return layers.soften_logits((normed @ head).astype(jnp.float32), config)

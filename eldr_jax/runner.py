@@ -184,25 +184,26 @@ class PagedRunner:
         )
 
     def read_blocks(self, pool: KvPool, block_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of `block_ids`, float32 [n, L, B, Hkv, Dh] each."""
+        """Keys and values of `block_ids`, float32 [n, L, B, Hkv, Dh] each.
+
+        Hkv and Dh are the most of any layer; a layer with less leaves the rest zero.
+        """
         # Whole arrays are viewed without a copy on the host; a device gather would compile
         # anew for every n.
         index = np.asarray(block_ids)
-        keys = np.stack([np.asarray(layer)[index] for layer in pool.keys], axis=1)
-        values = np.stack([np.asarray(layer)[index] for layer in pool.values], axis=1)
+        shape = self._blocks_shape(len(index))
+        keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for out, caches in ((keys, pool.keys), (values, pool.values)):
+            for layer, cache in enumerate(caches):
+                blocks = np.asarray(cache)[index]
+                out[:, layer, :, : blocks.shape[2], : blocks.shape[3]] = blocks
         return keys, values
 
     def write_blocks(
         self, pool: KvPool, block_ids: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> KvPool:
         """Puts keys and values (shapes of `read_blocks`) into `block_ids`; `pool` is donated."""
-        shape = (
-            len(block_ids),
-            self.config.num_layers,
-            self.block_size,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-        )
+        shape = self._blocks_shape(len(block_ids))
         if keys.shape != shape or values.shape != shape:
             raise ValueError(f"{keys.shape=} and {values.shape=} must be {shape}")
         # One compiled size: a sequence has any number of blocks, each would compile anew.
@@ -213,6 +214,10 @@ class PagedRunner:
         ids[: len(block_ids)] = block_ids
         padding = ((0, pad), *((0, 0),) * 4)
         return _write_blocks(pool, ids, np.pad(keys, padding), np.pad(values, padding))
+
+    def _blocks_shape(self, num_blocks: int) -> tuple[int, ...]:
+        config = self.config
+        return (num_blocks, config.num_layers, self.block_size, *config.max_kv_shape)
 
     def _run(self, pool: KvPool, inputs: StepInput) -> tuple[KvPool, StepOutput]:
         return paged_step(
@@ -270,13 +275,12 @@ class PagedRunner:
 
 @jax.jit(donate_argnames=("pool",))
 def _write_blocks(pool: KvPool, block_ids: jax.Array, keys: jax.Array, values: jax.Array) -> KvPool:
-    return KvPool(
-        tuple(
-            layer.at[block_ids].set(keys[:, index], mode="drop")
-            for index, layer in enumerate(pool.keys)
-        ),
-        tuple(
-            layer.at[block_ids].set(values[:, index], mode="drop")
-            for index, layer in enumerate(pool.values)
-        ),
-    )
+    def put(caches: tuple[jax.Array, ...], blocks: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            cache.at[block_ids].set(
+                blocks[:, i, :, : cache.shape[2], : cache.shape[3]], mode="drop"
+            )
+            for i, cache in enumerate(caches)
+        )
+
+    return KvPool(put(pool.keys, keys), put(pool.values, values))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_jax.config import ModelConfig
-from eldr_jax.model import block_shapes
+from eldr_jax.config import ModelConfig, block_shapes
 
 
 def _draw_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
@@ -24,8 +23,8 @@ def _draw_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
         "embed": weight((config.vocab_size, config.hidden_size)),
         "final_norm": weight((config.hidden_size,)),
         "layers": [
-            {name: weight(shape) for name, shape in block_shapes(config).items()}
-            for _ in range(config.num_layers)
+            {name: weight(shape) for name, shape in block_shapes(config, layer).items()}
+            for layer in range(config.num_layers)
         ],
     }
     if not config.tie_word_embeddings:

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from eldr_jax.config import ConfigError, ModelConfig, from_hf, load_model_config, to_hf
+from eldr_jax.config import ConfigError, ModelConfig, load_model_config
+from eldr_jax.hugging_face import from_hf, to_hf
 
 REPO = Path(__file__).parents[2]
 TINY = ModelConfig(
@@ -99,7 +100,7 @@ def test_newer_hf_layout_of_the_rotary_base_is_read() -> None:
     del hf["rope_theta"]
     hf["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
     assert from_hf(hf).rope_theta == 5000.0
-    hf["rope_parameters"]["rope_type"] = "yarn"
+    hf["rope_parameters"]["rope_type"] = "longrope"
     with pytest.raises(ConfigError, match="rope_parameters"):
         from_hf(hf)
 
@@ -112,7 +113,7 @@ def test_newer_hf_layout_of_the_rotary_base_is_read() -> None:
         ("decoder_sparse_step", 2),
         ("hidden_act", "gelu"),
         ("mlp_only_layers", [0]),
-        ("rope_scaling", {"type": "yarn"}),
+        ("rope_scaling", {"type": "longrope"}),
         ("use_sliding_window", True),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_jax import layers
+from eldr_jax import attention, layers
 
 
 def test_rms_norm_matches_the_formula() -> None:
@@ -31,8 +31,8 @@ def test_rope_turns_complex_pairs() -> None:
         1j * positions[:, None, None] * frequencies[None, None, :]
     )
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    cos, sin = layers.rope_angles(jnp.asarray(positions), head_dim, theta)
-    got = layers.apply_rope(jnp.asarray(x, jnp.float32), cos, sin)
+    cos, sin = attention.rope_angles(jnp.asarray(positions), head_dim, theta)
+    got = attention.apply_rope(jnp.asarray(x, jnp.float32), cos, sin)
     np.testing.assert_allclose(got, expected, atol=2e-4)
     np.testing.assert_allclose(got[0], x[0], rtol=1e-6)
 
@@ -44,8 +44,8 @@ def test_rope_scores_depend_on_the_distance_alone() -> None:
     def score(at_q: int, at_k: int) -> float:
         turned = []
         for x, at in ((q, at_q), (k, at_k)):
-            cos, sin = layers.rope_angles(jnp.array([at]), 16, 10_000.0)
-            turned.append(layers.apply_rope(x, cos, sin).ravel())
+            cos, sin = attention.rope_angles(jnp.array([at]), 16, 10_000.0)
+            turned.append(attention.apply_rope(x, cos, sin).ravel())
         return float(turned[0] @ turned[1])
 
     assert score(3, 10) == pytest.approx(score(103, 110), abs=1e-3)
@@ -66,13 +66,13 @@ def test_attend_matches_a_loop_over_heads_and_queries() -> None:
         weights = np.exp(scores) / np.exp(scores).sum()
         expected[b, i, h] = weights @ v[b, seen, h // 2]
     queries, keys, values = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    got = layers.attend(queries, keys, values, jnp.asarray(mask))
+    got = attention.attend(queries, keys, values, jnp.asarray(mask))
     np.testing.assert_allclose(got, expected.reshape(2, num_queries, -1), atol=2e-6)
 
 
 def test_attend_without_anything_to_look_at_is_finite() -> None:
     x = jnp.ones((1, 2, 2, 4))
-    got = layers.attend(x, x, x, jnp.zeros((2, 2), bool))
+    got = attention.attend(x, x, x, jnp.zeros((2, 2), bool))
     np.testing.assert_allclose(got, 1.0)
 
 
@@ -109,12 +109,13 @@ def test_route_is_the_exact_sorted_choice(
     np.testing.assert_allclose(normed, expected / expected.sum(-1, keepdims=True), rtol=1e-5)
 
 
-def test_swiglu_of_a_stack_is_each_expert_on_its_rows() -> None:
+def test_expert_mlp_of_a_stack_is_each_expert_on_its_rows() -> None:
     rng = np.random.default_rng(4)
     x, gate, up = rng.normal(size=(3, 5, 6)), *rng.normal(size=(2, 3, 6, 4))
     down = rng.normal(size=(3, 4, 6))
     arrays = [jnp.asarray(a, jnp.float32) for a in (x, gate, up, down)]
-    got = layers.swiglu(*arrays)
+    x32, *matrices = arrays
+    got = layers.expert_mlp(x32, dict(zip(("w_gate", "w_up", "w_down"), matrices, strict=True)))
     for e in range(3):
         a = x[e] @ gate[e]
         expected = (a / (1 + np.exp(-a)) * (x[e] @ up[e])) @ down[e]

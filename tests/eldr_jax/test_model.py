@@ -14,11 +14,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_jax import layers
-from eldr_jax.config import ModelConfig
+from eldr_jax import attention, layers
+from eldr_jax.config import ModelConfig, block_shapes
 from eldr_jax.dispatch import Dispatch, run_experts
 from eldr_jax.model import (
-    block_shapes,
     causal_attention,
     init_params,
     model_of,
@@ -125,7 +124,7 @@ def test_a_token_sees_only_what_stands_before_it(draw_params: DrawParams) -> Non
 def test_causal_attention_in_blocks_is_attention_under_a_triangle() -> None:
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 150, h, 8)), jnp.float32) for h in (4, 2, 2))
-    whole = jax.jit(layers.attend)(q, k, v, np.tril(np.ones((150, 150), bool)))
+    whole = jax.jit(attention.attend)(q, k, v, np.tril(np.ones((150, 150), bool)))
     np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), whole, atol=2e-6)
 
 
@@ -177,7 +176,7 @@ def test_fresh_weights_have_the_documented_spread() -> None:
 
 def _moe_case(
     seed: int, num_tokens: int, num_experts: int, k: int, skew: float
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
     rng = np.random.default_rng(seed)
     x, gate, up = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -187,7 +186,8 @@ def _moe_case(
     logits = rng.normal(size=(num_tokens, num_experts)) - skew * np.arange(num_experts)
     ids = np.argsort(-logits, axis=-1)[:, :k].astype(np.int32)
     weights = rng.random((num_tokens, k)).astype(np.float32)
-    return x, jnp.asarray(weights), jnp.asarray(ids), gate, up, down
+    experts = {"w_gate": gate, "w_up": up, "w_down": down}
+    return x, jnp.asarray(weights), jnp.asarray(ids), experts
 
 
 _run_experts = jax.jit(run_experts, static_argnames="dispatch")
@@ -215,7 +215,7 @@ def test_every_path_gives_the_same_sum(seed: int, shape: tuple[int, int, int], s
 @given(seed=st.integers(0, 2**31), factor=st.sampled_from([0.5, 1.0, 1.3]))
 def test_what_finds_no_room_is_dropped_and_counted(seed: int, factor: float) -> None:
     num_tokens, num_experts, k = 16, 4, 2
-    x, weights, ids, *experts = _moe_case(seed, num_tokens, num_experts, k, skew=1.0)
+    x, weights, ids, experts = _moe_case(seed, num_tokens, num_experts, k, skew=1.0)
     capacity = int(np.ceil(factor * num_tokens * k / num_experts))
     used = np.zeros(num_experts, int)
     kept = np.zeros((num_tokens, k), bool)
@@ -225,15 +225,15 @@ def test_what_finds_no_room_is_dropped_and_counted(seed: int, factor: float) -> 
         kept[token, choice] = used[expert] < capacity
         used[expert] += 1
     capacity_path = Dispatch(kind="capacity", capacity_factor=factor)
-    got, dropped = _run_experts(x, weights, ids, *experts, dispatch=capacity_path)
+    got, dropped = _run_experts(x, weights, ids, experts, dispatch=capacity_path)
     assert int(dropped) == int((~kept).sum())
-    exact, _ = _run_experts(x, weights * kept, ids, *experts, dispatch=Dispatch(kind="dense"))
+    exact, _ = _run_experts(x, weights * kept, ids, experts, dispatch=Dispatch(kind="dense"))
     np.testing.assert_allclose(got, exact, atol=1e-4)
 
 
 @pytest.mark.parametrize("factor", [0.6, 4.0])
 def test_gradients_through_capacity_are_those_of_the_kept_choices(factor: float) -> None:
-    x, weights, ids, *experts = _moe_case(5, 16, 4, 2, skew=1.0)
+    x, weights, ids, experts = _moe_case(5, 16, 4, 2, skew=1.0)
     capacity = Dispatch(kind="capacity", capacity_factor=factor)
     order = np.zeros(4, int)
     kept = np.zeros((16, 2), bool)
@@ -243,9 +243,8 @@ def test_gradients_through_capacity_are_those_of_the_kept_choices(factor: float)
         order[expert] += 1
 
     def total(dispatch: Dispatch, mask: np.ndarray):
-        def loss(x: jax.Array, weights: jax.Array, experts: list[jax.Array]) -> jax.Array:
-            gate, up, down = experts
-            out, _ = run_experts(x, weights * mask, ids, gate, up, down, dispatch)
+        def loss(x: jax.Array, weights: jax.Array, experts: dict[str, jax.Array]) -> jax.Array:
+            out, _ = run_experts(x, weights * mask, ids, experts, dispatch)
             return jnp.sum(jnp.sin(out))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, experts)

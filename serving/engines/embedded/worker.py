@@ -190,12 +190,7 @@ class EmbeddedWorker:
         model, runner = self._runner.config, self._runner
         self._puller = KvPuller(
             block_size=runner.block_size,
-            block_shape=(
-                model.num_layers,
-                runner.block_size,
-                model.num_kv_heads,
-                model.head_dim,
-            ),
+            block_shape=(model.num_layers, runner.block_size, *model.max_kv_shape),
             counts_shape=(model.num_layers, model.num_experts),
             timeout_s=self.config.pull_timeout_s,
         )
