@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -104,6 +104,34 @@ class Capture:
         """int64 [N + 1]; rows of `decode_experts` of prompt i are [starts[i], starts[i + 1])."""
         return np.concatenate([[0], np.cumsum(self.num_decode_tokens, dtype=np.int64)])
 
+    def of_domains(self, domains: Sequence[str]) -> Capture:
+        """The prompts of some domains only.
+
+        Raises:
+            CaptureError: there are none.
+        """
+        use = np.isin(np.array(self.domains), list(domains))
+        if not use.any():
+            raise CaptureError("capture", f"holds no prompt of {list(domains)}", field="domain")
+        of_token = np.repeat(use, self.num_prompt_tokens)
+        experts = self.prefill_experts
+        return replace(
+            self,
+            prompt_ids=tuple(np.array(self.prompt_ids)[use].tolist()),
+            domains=tuple(np.array(self.domains)[use].tolist()),
+            num_prompt_tokens=self.num_prompt_tokens[use],
+            num_decode_tokens=self.num_decode_tokens[use],
+            prefill=self.prefill[use],
+            decode=self.decode[use],
+            token_ids=self.token_ids[of_token],
+            decode_experts=self.decode_experts[np.repeat(use, self.num_decode_tokens)],
+            prefill_experts=None if experts is None else experts[of_token],
+        )
+
+    def without_prefill_experts(self) -> Capture:
+        """The same prompts without what a token table is fitted from."""
+        return replace(self, prefill_experts=None)
+
 
 class CaptureWriter:
     """Writes a capture chunk by chunk; `close` writes the manifest that makes it readable."""
@@ -159,7 +187,7 @@ class CaptureWriter:
 
     def _flush(self) -> None:
         file = self._folder / f"chunk-{len(self._chunks):05d}.npz"
-        arrays = _pack(self._pending, self._geometry)
+        arrays = pack_prompts(self._pending, self._geometry)
         check_chunk(arrays, self._geometry, file)
         buffer = io.BytesIO()
         np.savez_compressed(buffer, allow_pickle=False, **arrays)
@@ -211,6 +239,38 @@ def read_capture(path: str | Path, *, with_prefill_experts: bool = True) -> Capt
         token_ids=joined("token_ids"),
         decode_experts=joined("decode_experts"),
         prefill_experts=joined("prefill_experts") if keep_prefill else None,
+    )
+
+
+def capture_in_memory(
+    prompts: Sequence[PromptCapture],
+    *,
+    geometry: Geometry,
+    model_name: str,
+    provenance: dict[str, str],
+) -> Capture:
+    """The capture that writing and reading these prompts would give, without the files.
+
+    Raises:
+        CaptureError: no prompt, or counts that do not add up.
+    """
+    if not prompts:
+        raise CaptureError("capture", "must hold at least one prompt", field="prompts")
+    arrays = pack_prompts(prompts, geometry)
+    check_chunk(arrays, geometry, Path("capture in memory"))
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return Capture(
+        geometry=geometry,
+        model_name=model_name,
+        provenance=provenance,
+        digest=digest.hexdigest()[:16],
+        prompt_ids=tuple(arrays.pop("prompt_id").tolist()),
+        domains=tuple(arrays.pop("domain").tolist()),
+        prefill_experts=arrays.pop("prefill_experts", None),
+        **arrays,
     )
 
 
@@ -279,7 +339,8 @@ def read_chunks(
         yield file, arrays
 
 
-def _pack(prompts: Sequence[PromptCapture], geometry: Geometry) -> dict[str, np.ndarray]:
+def pack_prompts(prompts: Sequence[PromptCapture], geometry: Geometry) -> dict[str, np.ndarray]:
+    """A chunk's arrays, as in the module's text."""
     expert_dtype = np.min_scalar_type(geometry.num_experts - 1)
 
     def counts(name: str) -> np.ndarray:

@@ -35,6 +35,8 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "regions", ["2", "4", "8", "16"], "Numbers of decode workers to fit regions for beforehand."
     )
+    flags.DEFINE_bool("idf", True, "Weigh experts by how few prompts hit them; off is an ablation.")
+    flags.DEFINE_bool("layer_mask", True, "Keep the best layers only; off is an ablation.")
     flags.DEFINE_integer("seed", 0, "Of every draw.")
 
 
@@ -56,6 +58,8 @@ class FitMainConfig:
     shrink_tokens: float
     regions: tuple[int, ...]
     seed: int
+    idf: bool = True
+    layer_mask: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_pairs", "num_clusters", "latency_min_tokens"):
@@ -104,6 +108,8 @@ def run(config: FitMainConfig) -> Manifest:
         num_clusters=config.num_clusters,
         shrink_tokens=config.shrink_tokens,
         num_regions=config.regions,
+        idf=config.idf,
+        layer_mask=config.layer_mask,
         seed=config.seed,
     )
     manifest = fit_capture(capture, config.out, fit_config, step_time=step_time, on_stage=on_stage)
@@ -133,6 +139,8 @@ def main() -> None:
             shrink_tokens=values.shrink_tokens,
             regions=_integers(values.regions),
             seed=values.seed,
+            idf=values.idf,
+            layer_mask=values.layer_mask,
         )
     )
     print(f"artefact {manifest.version} ({manifest.mask_version}) in {values.out}")

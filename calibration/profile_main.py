@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from absl import flags
-from tokenizers import Tokenizer
 
 from calibration.captures import CaptureManifest, CaptureWriter
-from calibration.profile.generate import ProfileRouter
-from calibration.profile.routing_tables import RoutingTables, read_tables, structureless
-from calibration.profile.settings import Workload, choose, load_workloads
-from calibration.profile.windows import draw_windows, read_side
+from calibration.profile.settings import choose, load_workloads
+from calibration.profile.source import ProfileSource, provenance_of
 from calibration.progress import progress
 from eldr_jax.command_line import run_binary
 from eldr_jax.training.data import CorpusError
 from serving.core.errors import ArtefactError, ConfigError
-
-_TOKENIZER = "olmoe_gpt-neox-olmo-dolma-v1_5.tokenizer.json"
 
 
 def define_flags() -> None:
@@ -76,65 +70,23 @@ def run(config: ProfileConfig) -> CaptureManifest:
         ConfigError, ArtefactError, CorpusError: bad input, named.
     """
     workload = choose(load_workloads(config.workloads), config.workload)
-    folder = Path(config.routing)
-    tokenizer_file = folder / _TOKENIZER
-    if not tokenizer_file.is_file():
-        raise ArtefactError(tokenizer_file, "must be the tokenizer of the OLMoE tables")
+    source = ProfileSource(config.corpora, config.routing)
     side = "serve" if config.side == "serve" else "calibrate"
-    documents = read_side(config.corpora, workload.group, side)
-    try:
-        router = ProfileRouter(workload, _tables(folder, workload))
-    except ValueError as error:
-        raise ConfigError("workload", workload.name, str(error)) from error
+    router = source.router(workload)
     writer = CaptureWriter(
         config.out,
         geometry=workload.geometry,
         model_name=workload.name,
-        provenance=_provenance(workload, router, side),
+        provenance=provenance_of(router, side),
         chunk_prompts=128,
     )
-    windows = draw_windows(
-        documents,
-        Tokenizer.from_file(str(tokenizer_file)),
-        workload,
-        num_prompts=config.num_prompts,
-        # The two sides have no text in common; other draws keep their cuts apart as well.
-        seed=2 * workload.seed + (side == "serve"),
-    )
     with progress("profile", config.num_prompts) as advance:
-        for window in windows:
-            writer.add(router.capture(window, keep_prefill_experts=config.prefill_experts))
+        for prompt in source.captures(
+            router, side, config.num_prompts, keep_prefill_experts=config.prefill_experts
+        ):
+            writer.add(prompt)
             advance(1)
     return writer.close()
-
-
-def _tables(folder: Path, workload: Workload) -> RoutingTables:
-    if workload.substrate == "mixtral":
-        return read_tables(folder / "token_experts_mistral.tsv.gz", num_experts=8, top_k=2)
-    tables = read_tables(folder / "token_experts_olmoe.tsv.gz", num_experts=64, top_k=8)
-    return structureless(tables) if workload.substrate == "none" else tables
-
-
-def _provenance(workload: Workload, router: ProfileRouter, side: str) -> dict[str, str]:
-    geometry = workload.geometry
-    layers = [
-        f"slot {slot}: layers {int((router.slots < slot).sum())}.."
-        f"{int((router.slots <= slot).sum()) - 1}"
-        for slot in range(router.tables.num_slots)
-    ]
-    bias = workload.bias
-    return {
-        "prompts": f"{side} side of the {workload.group} corpora, workload {workload.name}",
-        "composition": f"{geometry.num_layers} layers of {geometry.num_experts} experts, top "
-        f"{geometry.top_k}, from {router.tables.num_slots} published {workload.substrate} layers "
-        f"of {router.tables.num_experts}: {'; '.join(layers)}; every copy with its own "
-        f"permutation, each expert split into {router.num_children} by token",
-        "tables": ", ".join(
-            f"{domain or 'others'}={table}" for domain, table in sorted(workload.tables.items())
-        ),
-        "bias": f"domain {bias.domain:g}, topic {bias.topic:g} of {bias.num_topics}, request "
-        f"{bias.request:g}, style {bias.style:g} of {bias.num_styles} in decode only",
-    }
 
 
 def main() -> None:

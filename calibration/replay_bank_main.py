@@ -8,18 +8,12 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
+from calibration.banks import bank_of, bank_part
 from calibration.captures import read_chunks, read_manifest
 from calibration.progress import progress
 from eldr_jax.command_line import run_binary
 from serving.core.errors import ArtefactError, ConfigError
-from serving.replay.bank import (
-    KIND,
-    SCHEMA_VERSION,
-    BankHeader,
-    RoutingBank,
-    pack_rows,
-    write_bank,
-)
+from serving.replay.bank import RoutingBank, write_bank
 
 
 def define_flags() -> None:
@@ -70,68 +64,21 @@ def run(config: ReplayBankConfig) -> RoutingBank:
         for file, arrays in read_chunks(folder, manifest):
             if not (arrays["num_decode_tokens"] > 0).any():
                 raise ArtefactError(file, "no prompt of this chunk decoded")
-            num_experts = manifest.geometry.num_experts
-            parts.append(_chunk(arrays, num_experts, config.rows_per_prompt))
+            parts.append(bank_part(arrays, manifest.geometry, config.rows_per_prompt))
             advance(len(arrays["num_prompt_tokens"]))
     if not parts:
         raise ArtefactError(folder, "must hold at least one prompt")
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([part[name] for part in parts])
-
-    names = joined("domain")
-    domains = sorted(set(names.tolist()))
-    index = {name: number for number, name in enumerate(domains)}
-    bank = RoutingBank(
-        header=BankHeader(
-            schema_version=SCHEMA_VERSION,
-            kind=KIND,
-            num_layers=manifest.geometry.num_layers,
-            num_experts=manifest.geometry.num_experts,
-            top_k=manifest.geometry.top_k,
-            domains=tuple(domains),
-            provenance=manifest.provenance
-            | {
-                "capture": ",".join(chunk.sha256[:12] for chunk in manifest.chunks),
-                "rows": f"at most {config.rows_per_prompt} decode tokens per prompt, evenly spaced",
-            },
-        ),
-        domain_of=np.array([index[name] for name in names.tolist()], np.int32),
-        token_starts=_starts(joined("num_tokens")),
-        token_ids=joined("token_ids").astype(np.int32),
-        prefill=joined("prefill"),
-        row_starts=_starts(joined("num_rows")),
-        rows=joined("rows"),
+    bank = bank_of(
+        parts,
+        manifest.geometry,
+        manifest.provenance
+        | {
+            "capture": ",".join(chunk.sha256[:12] for chunk in manifest.chunks),
+            "rows": f"at most {config.rows_per_prompt} decode tokens per prompt, evenly spaced",
+        },
     )
     write_bank(config.out, bank)
     return bank
-
-
-def _chunk(
-    arrays: dict[str, np.ndarray], num_experts: int, rows_per_prompt: int
-) -> dict[str, np.ndarray]:
-    """One chunk's prompts that decoded."""
-    prompt_tokens, decode_tokens = arrays["num_prompt_tokens"], arrays["num_decode_tokens"]
-    use = np.flatnonzero(decode_tokens > 0)
-    token_starts, row_starts = _starts(prompt_tokens), _starts(decode_tokens)
-    num_rows = np.minimum(decode_tokens[use], rows_per_prompt)
-    rows = [
-        row_starts[prompt] + np.arange(count) * decode_tokens[prompt] // count
-        for prompt, count in zip(use, num_rows, strict=True)
-    ]
-    tokens = [arrays["token_ids"][token_starts[p] : token_starts[p + 1]] for p in use]
-    return {
-        "domain": arrays["domain"][use],
-        "num_tokens": prompt_tokens[use],
-        "token_ids": np.concatenate(tokens),
-        "prefill": arrays["prefill"][use].astype(np.uint32),
-        "num_rows": num_rows,
-        "rows": pack_rows(arrays["decode_experts"][np.concatenate(rows)], num_experts),
-    }
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class FitConfig:
         num_regions: region counts fitted ready-made.
         union_batches: decode batch sizes of the union metrics.
         union_draws: batches drawn per label.
+        idf: weigh experts by how few prompts hit them; False is an ablation, all weigh 1.
+        layer_mask: keep the layers that predict decode best; False is an ablation, all stay.
         seed: of every draw.
     """
 
@@ -46,6 +49,8 @@ class FitConfig:
     num_regions: tuple[int, ...] = (2, 4, 8, 16)
     union_batches: tuple[int, ...] = (8, 16, 32, 64)
     union_draws: int = 50
+    idf: bool = True
+    layer_mask: bool = True
     seed: int = 0
 
     def rng(self, part: str) -> np.random.Generator:
@@ -93,8 +98,12 @@ def fit_capture(
 
     on_stage("layer mask")
     idf_all = idf_weights((prefill > 0).sum(axis=0), len(use))
+    if not config.idf:
+        idf_all = np.ones_like(idf_all)
     pairs = random_pairs(len(use), config.num_pairs, config.rng("pairs"))
     mask = select_layers(prefill * idf_all, decode, pairs)
+    if not config.layer_mask:
+        mask = dataclasses.replace(mask, layers=np.sort(mask.order))
     model = SignatureModel(
         version="being fitted",
         mask_version=mask_version_of(
@@ -187,7 +196,10 @@ def fit_capture(
         regions_seed=config.seed,
         step_time=step_time,
         metrics=metrics,
-        provenance={"capture": capture.digest} | capture.provenance | (provenance or {}),
+        provenance={"capture": capture.digest}
+        | capture.provenance
+        | _ablations(config)
+        | (provenance or {}),
     )
 
 
@@ -229,6 +241,12 @@ def capture_metrics(
             if reduction is not None:
                 metrics[f"union_reduction_{group}_{batch_size}"] = reduction
     return metrics
+
+
+def _ablations(config: FitConfig) -> dict[str, str]:
+    """What was left out on purpose, for the artefact's provenance."""
+    left_out = [name for name in ("idf", "layer_mask") if not getattr(config, name)]
+    return {"without": ", ".join(left_out)} if left_out else {}
 
 
 def _mask_metrics(mask: LayerMask) -> dict[str, float]:

@@ -14,6 +14,7 @@ from calibration.captures import read_capture
 from calibration.profile.generate import ProfileRouter
 from calibration.profile.routing_tables import read_tables, structureless
 from calibration.profile.settings import Bias, Workload, choose, load_workloads
+from calibration.profile.source import TOKENIZER
 from calibration.profile.windows import (
     Window,
     draw_windows,
@@ -243,7 +244,7 @@ def folders(tmp_path_factory):
     routing = tmp_path_factory.mktemp("routing")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(6)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(routing / profile_main._TOKENIZER))
+    tokenizer.save(str(routing / TOKENIZER))
     lines = [
         f"{domain}\t{slot}\t{token}\t" + " ".join(f"{(token + i) % 64}:2" for i in range(8))
         for domain in ("code", "wiki")
@@ -315,7 +316,7 @@ def test_the_two_sides_share_no_text(folders, tmp_path):
 
 def test_continuations_follow_their_text_and_then_its_words(folders):
     corpora, routing = folders
-    tokenizer = Tokenizer.from_file(str(routing / profile_main._TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(routing / TOKENIZER))
     documents = read_side(corpora, "task", "serve")
     spec = workload(min_prompt_tokens=3, max_prompt_tokens=6, decode_tokens=10)
     text = [n % 6 for n in range(9)]
@@ -378,7 +379,8 @@ def test_the_shipped_workloads_load():
 
 def test_the_shipped_calibrations_lie_in_the_published_ranges():
     for name, spec in load_workloads(REPOSITORY / "configs/replay/eldr/workloads.yaml").items():
-        if spec.bias == Bias():
+        # 64 experts are reported as they come: the published range is of models with 128.
+        if spec.bias == Bias() or spec.geometry.num_experts < 128:
             continue
         measured = spec.measured
         low, high = (0.17, 0.21) if spec.group == "task" else (0.03, 0.10)
