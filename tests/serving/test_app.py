@@ -23,6 +23,15 @@ Scenario = Callable[..., None]
 Alone = Callable[[Sequence[int], int], list[int]]
 
 
+def as_file(config: ServerConfig) -> dict:
+    """A config as its file says it: bounds that do not exist are left out."""
+    plain = msgspec.to_builtins(config)
+    for section in plain["slo"].values():
+        for name in [name for name, value in section.items() if value == math.inf]:
+            del section[name]
+    return plain
+
+
 def test_a_request_goes_through_prefill_and_decode(scenario: Scenario, alone: Alone) -> None:
     async def body(rig) -> None:
         prompt = rig.prompt(1, 21)
@@ -87,13 +96,8 @@ def test_remote_workers_are_discovered(
                 }
                 for info in first.embedded.infos()
             ]
-            plain = msgspec.to_builtins(server_config())
+            plain = as_file(server_config())
             plain.pop("embedded")
-            # Bounds that do not exist are left out of a file, not written as infinity.
-            plain["slo"] = {
-                slo: {name: value for name, value in section.items() if value != math.inf}
-                for slo, section in plain["slo"].items()
-            }
             config = msgspec.convert({**plain, "workers": workers}, ServerConfig)
             async with App(config) as second:
                 found = {info.worker_id: info for info in second.fleet.workers}
@@ -178,7 +182,7 @@ def test_the_process_serves_and_drains_on_sigterm(
 ) -> None:
     import yaml
 
-    plain = msgspec.to_builtins(server_config(embedded={"token_buckets": [16]}))
+    plain = as_file(server_config(embedded={"token_buckets": [16]}))
     del plain["folder"]
     path = tmp_path / "server.yaml"
     path.write_text(yaml.safe_dump(plain))
