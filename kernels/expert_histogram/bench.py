@@ -108,7 +108,7 @@ def _tpu_rows(config: BenchConfig, report_line: Callable[[str], None]) -> list[d
     report_line(f"{_COLUMNS}\n{'|---' * _COLUMNS.count(' | ')}|---|")
     rows = []
     for chip in config.chips:
-        for spec, answer in _compile_all(chip, config.specs()):
+        for spec, answer in compile_calls(chip, config.specs()):
             rows.append({"chip": chip, **_sizes(spec), **answer})
             report_line(_markdown(rows[-1], tpu_compile.CHIPS[chip].clock_hz))
     return rows
@@ -135,8 +135,20 @@ def _markdown(row: dict, clock_hz: float) -> str:
     )
 
 
-def _compile_all(chip: str, specs: Sequence[HistogramSpec]) -> Iterable[tuple[HistogramSpec, dict]]:
-    """Compiles in a process that is started again whenever libtpu takes it down."""
+def compile_calls(
+    chip: str, specs: Sequence[HistogramSpec]
+) -> Iterable[tuple[HistogramSpec, dict]]:
+    """Compiles calls for a chip and estimates their times.
+
+    In a process of its own, which is started again whenever libtpu takes it down.
+
+    Args:
+        chip: name of `tpu_compile.CHIPS`.
+        specs: the calls.
+
+    Yields:
+        Each call with its `tpu_compile.KernelTime` fields, or {"error": TEXT}.
+    """
     waiting = list(specs)
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
