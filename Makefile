@@ -6,6 +6,7 @@
 #   make check     format, lint, types, import contracts, tests: what CI runs
 #   make e2e       real processes, one of them killed
 #   make bench     decision, prefix index, decode step, bucket plans: ratios, not verdicts
+#   make device-check  kernels and prefill on this machine's GPU or TPU (EXTRAS=dev,gpu or dev,tpu)
 #   make format    rewrite files in house style
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PACKAGES := kernels eldr_jax bucket_planner calibration serving
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: install demo test check check-matrix format lint types imports e2e bench clean
+.PHONY: install demo test check check-matrix format lint types imports e2e bench device-check clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -60,6 +61,10 @@ bench: $(STAMP)
 	$(BIN)/python -m calibration.bench_main --suite=index
 	$(BIN)/python -m calibration.bench_main --suite=decode_step
 	$(if $(TRACES),$(BIN)/python -m bucket_planner.bench_main $(addprefix --trace=,$(TRACES)),@echo "bucket plans skipped: no traces in ../shared/data/traces")
+
+# The platform is JAX's own choice here: the exported default would hide the device.
+device-check: $(STAMP)
+	env -u JAX_PLATFORMS $(BIN)/python -m eldr_jax.device_check_main --out=out/device_check.json
 
 # The same gate on a newer Python (and with it jax 0.11), in an environment of its own.
 check-matrix:

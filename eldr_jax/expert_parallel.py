@@ -49,6 +49,7 @@ def sharded_step(
     phase: Phase,
     *,
     histogram: str | None = None,
+    count_experts: bool = True,
     debug: bool = False,
 ) -> jax.stages.Wrapped:
     """Builds the step.
@@ -60,6 +61,7 @@ def sharded_step(
       phase: what the rows are; "decode" has one row for each sequence, in order.
       histogram: backend that counts experts, None for the platform's own; ahead of time it must
         be named, because the platform is then not the one compiled for.
+      count_experts: without it the step returns no counts, to see what they cost.
       debug: also return expert ids.
 
     Returns:
@@ -77,11 +79,17 @@ def sharded_step(
     tables: Any = P("data", None)
     specs = StepInput(rows, rows, rows, tables, rows, rows)
     logits: Any = P("data", MODEL_AXES)
-    counts: Any = P("data", MODEL_AXES, None)
+    counts: Any = P("data", MODEL_AXES, None) if count_experts else None
     ids: Any = P(None, None, "data") if debug else None
     out_specs = ShardedOutput(next_tokens=rows, logits=logits, counts=counts, expert_ids=ids)
     body = functools.partial(
-        _local_step, config=config, plan=plan, phase=phase, histogram=histogram, debug=debug
+        _local_step,
+        config=config,
+        plan=plan,
+        phase=phase,
+        histogram=histogram,
+        count_experts=count_experts,
+        debug=debug,
     )
     mapped = jax.shard_map(
         body,
@@ -102,6 +110,7 @@ def _local_step(
     plan: MeshPlan,
     phase: Phase,
     histogram: str | None,
+    count_experts: bool,
     debug: bool,
 ) -> tuple[ShardedCache, ShardedOutput]:
     """One device's part; all shapes are those of its shard."""
@@ -142,7 +151,7 @@ def _local_step(
     index = jnp.arange(repeats, dtype=jnp.int32)
     (x, flat), ids = lax.scan(pattern, (x, flat), (index, params["layers"]))
     ids = ids.reshape(config.num_layers, *ids.shape[2:])
-    counts = _counts(ids, step, block_size, config, plan, histogram)
+    counts = _counts(ids, step, block_size, config, plan, histogram) if count_experts else None
     next_tokens, logits = _head(params, x[step.logit_rows], config)
     output = ShardedOutput(
         next_tokens=next_tokens,

@@ -33,13 +33,13 @@ class ShardedOutput(NamedTuple):
       next_tokens: int32 [data*R]; argmax of `logits`.
       logits: float32 [data*R, V].
       counts: [data*C, Lc, E] unsigned, C = `num_count_rows`; Lc is L rounded up to the devices
-        of a replica, the rows beyond L are zero.
+        of a replica, the rows beyond L are zero. None where they are not counted.
       expert_ids: int32 [L, K, data*T], -1 on padding; None unless `debug`.
     """
 
     next_tokens: jax.Array
     logits: jax.Array
-    counts: jax.Array
+    counts: jax.Array | None
     expert_ids: jax.Array | None
 
 

@@ -18,7 +18,6 @@ from kernels.expert_histogram.api import expert_histogram
 from kernels.expert_histogram.arg_specs import HistogramSpec, default_out_dtype
 from kernels.expert_histogram.blocks import max_num_blocks, pack_blocks
 
-NO_DEVICE = "device check: skipped, JAX sees neither a GPU nor a TPU on this machine"
 _CALLS_PER_PROGRAM = 20
 _ROUNDS = 7
 _BANDWIDTH_BYTES = 2**29

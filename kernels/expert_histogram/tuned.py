@@ -2,8 +2,8 @@
 
 Provenance: chosen from compilations for each chip without the chip, by the static
 times that `bench_main` prints (jax 0.10.2, libtpu 0.0.42.1); the figures are in
-`measured.json` beside this file. No chip has run the kernel yet; where a chip is
-at hand, `device_check_main` measures it.
+RESULTS.md beside this file. No chip has run the kernel yet; where one is at hand,
+`device_check` measures it.
 """
 
 from collections.abc import Mapping
