@@ -28,7 +28,8 @@ from serving.core.clock import Clock, SystemClock
 from serving.core.errors import ConfigError, Rejected, RejectReason
 from serving.core.placed import PlacementObserver
 from serving.core.router import Router
-from serving.core.worker import Phase, WorkerInfo
+from serving.core.worker import Phase, WorkerInfo, WorkerState
+from serving.cost.surface import CostSurface
 from serving.decision_log import FileDecisionLog
 from serving.engines.base import Engine
 from serving.engines.poller import TelemetryPoller
@@ -108,6 +109,10 @@ class App:
         self._regions: FittedRegions | None = None
         self._online: OnlineRegions | None = None
         self._prefix_index = PrefixIndex() if config.router.prefix_index else None
+        self._indexed: set[str] = set()
+        self._surface: CostSurface | None = None
+        self._next_table_s = 0.0
+        self._parking = assembly.parking(config)
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] | None = None
@@ -233,10 +238,15 @@ class App:
 
     async def _start(self) -> None:
         config, clock = self.config, self._clock
-        costs = assembly.cost_book(config)
+        assembly.cost_book(config)  # what is wrong with it is told before anything starts
+        self._surface = surface = assembly.cost_surface(config)
         await self._load_artefacts()
         infos = [*await self._start_embedded(), *await assembly.discover(config, clock)]
         self._check_unique(infos)
+        costs = assembly.cost_book(config, surface, infos)
+        links = config.costs.links.speeds()
+        if surface is not None:
+            links = surface.links(links, now_s=clock.monotonic_s())
         self.fleet = assembly.fleet_of(config, self._artefact)
         for info in infos:
             self.fleet.add(info, clock.monotonic_s())
@@ -254,8 +264,10 @@ class App:
             artefact=self._artefact,
             regions=self._regions,
             prefix_index=self._prefix_index,
+            links=links,
             observers=self._observers(),
         )
+        self._push_table(clock.monotonic_s())
         self._use_regions(config.router.decode_policy)
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
         await self._open_doors(facts)
@@ -380,6 +392,8 @@ class App:
             self._routes.expire(now_s)
             usable = all(self.router.view(phase).accepts.any() for phase in Phase)
             await self._health.show(draining=self._gate.draining, usable=usable)
+            self._push_table(now_s)
+            self._park(now_s)
             await self._refit(now_s)
             await asyncio.sleep(self.config.router.sweep_every_s)
 
@@ -401,13 +415,44 @@ class App:
             observers.append(self._online)
         if self._prefix_index is not None:
             observers.append(assembly.PrefixCredits(self._prefix_index))
+        if self._parking is not None:
+            observers.append(self._parking)
         return tuple(observers)
 
+    def _push_table(self, now_s: float) -> None:
+        """Measurements into the cost surface, its order of pools and its links into the router."""
+        surface, section = self._surface, self.config.costs
+        if surface is None or now_s < self._next_table_s:
+            return
+        self._next_table_s = now_s + section.table_every_s
+        for phase in Phase:
+            view = self.fleet.view(phase, now_s)
+            for info, factor in zip(view.workers, view.speed_factor.tolist(), strict=True):
+                if factor != 1.0:  # exactly as modelled is what an unmeasured worker says
+                    surface.observe_speed(info, factor, now_s=now_s)
+        table = surface.table(self.fleet.workers, self.config.targets(), now_s=now_s)
+        self.router.set_table(table)
+        self.router.set_links(surface.links(section.links.speeds(), now_s=now_s))
+
+    def _park(self, now_s: float) -> None:
+        """Parks workers that nobody uses and wakes parked ones where room runs short."""
+        if self._parking is not None:
+            for worker_id, state in self._parking.decide(self.fleet, now_s):
+                self.fleet.set_state(worker_id, state)
+                _log.info("worker %s: %s", worker_id, state.value)
+
     def _fleet_changed(self) -> None:
-        """Workers joined, restarted or changed state: old KV is never credited."""
-        if self._prefix_index is not None:
-            for info in self.fleet.workers:
-                self._prefix_index.add_worker(info)
+        """Workers joined, restarted, changed state or left: lost KV is never credited."""
+        index = self._prefix_index
+        if index is None:
+            return
+        there = {w.worker_id for w in self.fleet.workers if w.state is not WorkerState.LOST}
+        for worker_id in self._indexed - there:
+            index.remove_worker(worker_id)
+        for info in self.fleet.workers:
+            if info.worker_id in there:
+                index.add_worker(info)
+        self._indexed = there
 
     def _use_regions(self, policy: str) -> None:
         """Online rules see the regions that follow the traffic, the others the fitted ones."""

@@ -15,17 +15,22 @@ from bucket_planner.errors import PlannerConfigError
 from bucket_planner.hardware import load_hardware_dir
 from serving.config import CapabilitiesSection, ServerConfig, WorkerSection
 from serving.core.clock import Clock
-from serving.core.costs import CostBook
+from serving.core.costs import CellCost, CostBook, CostKey
 from serving.core.errors import ConfigError, WorkerLost
 from serving.core.experts import ExpertProfiles
 from serving.core.placed import Placed, PlacementObserver
 from serving.core.ports import DecisionSink
 from serving.core.router import Router
 from serving.core.router_config import RouterConfig
+from serving.core.transfer import LinkSpeeds
 from serving.core.worker import Capabilities, Phase, WorkerInfo
+from serving.cost.catalogue import load_catalogue
+from serving.cost.surface import CostSurface, MeanRequest
+from serving.cost.topology import ACCELERATOR_LABEL, slice_of_labels
 from serving.engines.base import Engine
 from serving.engines.vllm_grpc import EngineTimeouts, VllmGrpcEngine
 from serving.fleet.fleet import Fleet
+from serving.fleet.parking import ParkingLimits, ParkingRule
 from serving.fleet.prefix_index import PrefixIndex
 from serving.fleet.survival import SurvivalRows
 from serving.policies.registry import make_policy
@@ -37,18 +42,50 @@ from serving.signatures.regions import FittedRegions
 _PROBE_PAUSE_S = 0.5
 
 
-def cost_book(config: ServerConfig) -> CostBook:
-    """Coefficients and prices of every cell.
+def cost_surface(config: ServerConfig) -> CostSurface | None:
+    """The cost surface, None where the config names no catalogue.
 
     Raises:
-        ConfigError: a hardware file is wrong, or a cell names hardware without one.
+        ConfigError: a file is wrong.
+    """
+    section = config.costs
+    if not section.variants:
+        return None
+    catalogue = load_catalogue(
+        config.input_path(section.variants), config.input_path(section.hardware_dir)
+    )
+    return CostSurface(
+        catalogue,
+        mean_request=MeanRequest(
+            prompt_tokens=section.mean_prompt_tokens, output_tokens=section.mean_output_tokens
+        ),
+        num_compared=section.num_compared,
+    )
+
+
+def cost_book(
+    config: ServerConfig, surface: CostSurface | None = None, infos: Iterable[WorkerInfo] = ()
+) -> CostBook:
+    """Coefficients and prices of every cell; calibrated ones first, rooflines for the others.
+
+    Raises:
+        ConfigError: a hardware file is wrong, a cell names hardware without one, or a worker's
+            cell cannot exist.
     """
     folder = config.input_path(config.costs.hardware_dir)
     try:
         hardware = load_hardware_dir(folder)
     except PlannerConfigError as error:
         raise ConfigError(f"costs.hardware_dir: {error.field}", error.value, str(error)) from error
-    cells = {}
+    cells: dict[CostKey, CellCost] = {}
+    if surface is not None:
+        known = {(cell.model, cell.hardware) for cell in config.costs.cells}
+        bare = [info for info in infos if (info.model, info.hardware) not in known]
+        cells.update(surface.coefficients(bare))
+        for info in bare:
+            key = info.model, info.hardware, info.num_chips
+            if key in surface.holes:
+                raise ConfigError(f"workers.{info.worker_id}", key, surface.holes[key])
     for row, cell in enumerate(config.costs.cells):
         if cell.hardware not in hardware:
             raise ConfigError(
@@ -61,6 +98,16 @@ def cost_book(config: ServerConfig) -> CostBook:
             price = hardware[cell.hardware].usd_per_chip_hour["amortised"]
         cells[cell.model, cell.hardware] = cell.cost(price)
     return CostBook(cells)
+
+
+def parking(config: ServerConfig) -> ParkingRule | None:
+    """The rule that parks idle decode workers, None where none is to be parked."""
+    section = config.costs
+    if not section.park_idle_after_s:
+        return None
+    return ParkingRule(
+        ParkingLimits(idle_after_s=section.park_idle_after_s, min_awake=section.min_awake)
+    )
 
 
 def fleet_of(config: ServerConfig, artefact: SignatureArtefact | None) -> Fleet:
@@ -130,6 +177,7 @@ def build_router(
     artefact: SignatureArtefact | None,
     regions: FittedRegions | None,
     prefix_index: PrefixIndex | None,
+    links: LinkSpeeds,
     observers: tuple[PlacementObserver, ...],
 ) -> Router:
     """The router over its parts.
@@ -149,7 +197,7 @@ def build_router(
             hash_seed=section.hash_seed,
             lease_s=section.lease_s,
             targets=config.targets(),
-            links=config.costs.links.speeds(),
+            links=links,
             record_everyone=section.record_all_share,
             explain_requests=section.num_explained,
         ),
@@ -227,7 +275,7 @@ async def model_facts(
 def door_limits(config: ServerConfig, model: pb.GetModelInfoResponse) -> DoorLimits:
     """What requests may ask for."""
     return DoorLimits(
-        models=frozenset({config.model.name}),
+        models=frozenset({config.model.name, *(w.variant for w in config.workers if w.variant)}),
         max_context_tokens=model.max_context_length,
         vocab_size=model.vocab_size,
         default_max_tokens=config.router.default_max_tokens,
@@ -250,10 +298,12 @@ async def _discovered(
         )
     return _worker_info(
         config,
+        field,
         section,
         Capabilities(
             **dataclasses.asdict(known),
             buckets_tokens=given.buckets_tokens,
+            pads=given.pads,
             tensor_parallel=given.tensor_parallel,
             kv_connector=given.kv_connector,
             kv_order=given.kv_order,
@@ -263,18 +313,26 @@ async def _discovered(
 
 
 def _worker_info(
-    config: ServerConfig, section: WorkerSection, capabilities: Capabilities
+    config: ServerConfig, field: str, section: WorkerSection, capabilities: Capabilities
 ) -> WorkerInfo:
+    slice_id = ""
+    if ACCELERATOR_LABEL in section.labels:
+        try:
+            hardware = load_hardware_dir(config.input_path(config.costs.hardware_dir))
+            slice_id = slice_of_labels(section.labels, hardware).slice_id
+        except ConfigError as error:
+            raise ConfigError(f"{field}.labels.{error.field}", error.value, error.rule) from None
     return WorkerInfo(
         worker_id=section.worker_id,
         address=section.address,
         role=section.role,
         pool=section.pool,
-        model=config.model.name,
+        model=section.variant or config.model.name,
         hardware=section.hardware,
         capabilities=capabilities,
         num_chips=section.num_chips,
-        ici_domain=section.ici_domain,
+        ici_domain=section.ici_domain or slice_id,
+        slice_id=slice_id,
         host=section.host,
         labels=tuple(sorted(section.labels.items())),
     )
@@ -314,7 +372,7 @@ async def _ask(
         max_context_tokens=1,
         num_kv_blocks=1,
     )
-    engine = engine_for(config, _worker_info(config, section, probe), clock)
+    engine = engine_for(config, _worker_info(config, field, section, probe), clock)
     give_up_s = clock.monotonic_s() + config.telemetry.first_token_timeout_s
     try:
         while True:

@@ -21,7 +21,7 @@ from serving.core.costs import CellCost, PrefillTimeModel, StepTimeModel
 from serving.core.errors import ConfigError
 from serving.core.request import SloClass, SloTarget
 from serving.core.transfer import LinkSpeeds
-from serving.core.worker import KvOrder, Role
+from serving.core.worker import KvOrder, Padding, Role
 
 SCHEMA_VERSION = 1
 
@@ -159,6 +159,7 @@ class CapabilitiesSection(_Section, frozen=True, kw_only=True):
     max_context_tokens: CountOrNone = 0
     num_kv_blocks: CountOrNone = 0
     buckets_tokens: tuple[Count, ...] = ()
+    pads: Padding = Padding.STEP
     tensor_parallel: Count = 1
     kv_connector: str = ""
     kv_order: KvOrder = KvOrder.AFTER_PREFILL
@@ -166,12 +167,18 @@ class CapabilitiesSection(_Section, frozen=True, kw_only=True):
 
 
 class WorkerSection(_Section, frozen=True, kw_only=True):
-    """One engine that runs elsewhere; see `WorkerInfo`."""
+    """One engine that runs elsewhere; see `WorkerInfo`.
+
+    Attributes:
+        variant: model variant it serves; "" is the model's name.
+        ici_domain: "" takes the slice that GKE labels put it in, where there are such.
+    """
 
     worker_id: Name
     address: Annotated[str, Meta(pattern=r"^[^\s]+:[0-9]{1,5}$")]
     role: Role
     hardware: Name
+    variant: str = ""
     pool: Name = "default"
     num_chips: Count = 1
     ici_domain: str = ""
@@ -320,13 +327,27 @@ class CostsSection(_Section, frozen=True, kw_only=True):
 
     Attributes:
         hardware_dir: folder of hardware files.
-        cells: one per (model, hardware) the workers use.
+        cells: calibrated cells by (model, hardware).
         links: how fast KV moves between workers.
+        variants: catalogue file; where one is given, cells without calibration take their
+            roofline, links their hardware's priors, and pools are ordered by what they cost.
+        mean_prompt_tokens, mean_output_tokens: the traffic pools are ordered for.
+        num_compared: cheapest pools a request is compared over.
+        table_every_s: how often the order is worked out anew.
+        park_idle_after_s: idle decode workers are parked after it; 0 never parks.
+        min_awake: decode workers of a pool that are never parked.
     """
 
     hardware_dir: Name
-    cells: Annotated[tuple[CellSection, ...], Meta(min_length=1)]
+    cells: tuple[CellSection, ...] = ()
     links: LinksSection = LinksSection()
+    variants: str = ""
+    mean_prompt_tokens: Positive = 2048.0
+    mean_output_tokens: Positive = 300.0
+    num_compared: Count = 3
+    table_every_s: Positive = 10.0
+    park_idle_after_s: NonNegative = 0.0
+    min_awake: Count = 1
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):
@@ -444,11 +465,14 @@ def _check_cells(config: ServerConfig) -> None:
     known = {(cell.model, cell.hardware) for cell in config.costs.cells}
     if len(known) != len(config.costs.cells):
         raise ConfigError("costs.cells", sorted(known), "each (model, hardware) must be given once")
-    used = {worker.hardware: f"workers[{i}].hardware" for i, worker in enumerate(config.workers)}
+    name = config.model.name
+    used = {
+        (worker.variant or name, worker.hardware): f"workers[{i}].hardware"
+        for i, worker in enumerate(config.workers)
+        if not config.costs.variants
+    }
     if config.embedded is not None:
-        used[config.embedded.hardware] = "embedded.hardware"
-    for hardware, field in used.items():
-        if (config.model.name, hardware) not in known:
-            raise ConfigError(
-                field, hardware, f"costs.cells has none for model {config.model.name!r} on it"
-            )
+        used[name, config.embedded.hardware] = "embedded.hardware"
+    for (model, hardware), field in used.items():
+        if (model, hardware) not in known:
+            raise ConfigError(field, hardware, f"costs.cells has none for model {model!r} on it")

@@ -55,12 +55,26 @@ def _decision(line: DecisionRecord) -> str:
         f"inputs    {_pairs(line.inputs)}",
         f"versions  {_pairs(line.versions)}",
     ]
+    for candidate in (winner, _by_id(stage, stage.runner_up)):
+        header += _first_token(candidate)
     if line.switches:
         header.append(f"off       {', '.join(line.switches)}")
     parts = ["\n".join(header), _scores(stage)]
     if winner is not None and winner.terms:
         parts.append(_terms(winner, _by_id(stage, stage.runner_up)))
     return "\n\n".join(parts)
+
+
+def _first_token(candidate: Candidate | None) -> list[str]:
+    """What a prefill candidate's prompt costs to compute and when its first token comes."""
+    terms = {term.name: term for term in candidate.terms} if candidate is not None else {}
+    if candidate is None or not {"prefill_compute", "ttft"} <= terms.keys():
+        return []
+    compute, ttft = terms["prefill_compute"], terms["ttft"]
+    return [
+        f"prefill   {candidate.worker_id}: compute ${_number(compute.usd)}, "
+        f"TTFT {ttft.seconds * 1e3:.1f} ms"
+    ]
 
 
 def _runner_up(stage: StageDecision) -> str:

@@ -147,6 +147,7 @@ class Feasibility(NamedTuple):
             ("pool", cell.pool),
             ("cost_unknown", costs.known),
             ("state", cell.ready),
+            *_slice_rule(view),
             ("stale", view.accepts | ~cell.ready),
             ("context", _context_ok(asked)),
             ("kv_blocks", _kv_ok(asked, self.kv_blocks)),
@@ -220,6 +221,7 @@ def raise_infeasible(found: Feasibility, cells: tuple[TableCell, ...]) -> None:
     request, costs = asked.request, asked.costs
     rules = dict(found.rules())
     alive = rules["model"] & rules["pool"] & rules["state"] & rules["stale"]
+    alive = alive & rules.get("slice", alive)
     named = " or ".join(f"pool {cell.pool!r} serving {cell.variant!r}" for cell in cells)
     where = f"{asked.phase.value} workers of {named}"
     if not alive.any():
@@ -243,6 +245,10 @@ def raise_infeasible(found: Feasibility, cells: tuple[TableCell, ...]) -> None:
     reasons = found.why_not(alive.nonzero()[0].tolist())
     detail = ", ".join(f"{reasons.count(why)} {why}" for why in sorted(set(reasons)))
     raise Rejected(RejectReason.NO_CAPACITY, f"{len(reasons)} live {where}: {detail}")
+
+
+def _slice_rule(view: FleetView) -> tuple[tuple[str, np.ndarray], ...]:
+    return () if view.slice_whole is None else (("slice", view.slice_whole),)
 
 
 def _context_ok(asked: FitQuestion) -> np.ndarray:

@@ -140,6 +140,8 @@ class WorkerInfo:
         ici_domain: slice (TPU) or NVLink domain (GPU); equal strings share fast links.
         host: machine name; workers of one process or host share cheaper links still.
         capabilities: see `Capabilities`.
+        slice_id: the TPU slice it belongs to: its workers fail, drain and are maintained as one
+            unit; "" stands alone.
         epoch: changes when the worker restarts, so that its old KV is never credited.
         labels: discovery labels passed through (topology strings among them).
     """
@@ -154,6 +156,7 @@ class WorkerInfo:
     num_chips: int = 1
     ici_domain: str = ""
     host: str = ""
+    slice_id: str = ""
     state: WorkerState = WorkerState.READY
     epoch: int = 0
     labels: tuple[tuple[str, str], ...] = ()
@@ -245,6 +248,7 @@ class FleetView:
             whole, though a step takes a chunk at most); None when not known: none.
         decoding_usd_per_s: [W], summed price of delay of the requests decoding on a worker,
             which a prefill step there would hold up; None when not known: nobody decodes.
+        slice_whole: bool [W], every worker of its slice is up; None where nothing is in a slice.
         members: the open decode reservations, or None (prefill).
         experts: expected experts per worker, or None without an expert model.
     """
@@ -263,6 +267,7 @@ class FleetView:
     tpot_limit_s: np.ndarray
     started_prefill_tokens: np.ndarray | None = None
     decoding_usd_per_s: np.ndarray | None = None
+    slice_whole: np.ndarray | None = None
     members: Members | None = None
     experts: ExpertRows | None = None
 
@@ -296,11 +301,13 @@ class FleetView:
                 num_of_worker=members.num_of_worker.take(rows),
             )
         started, decoding = self.started_prefill_tokens, self.decoding_usd_per_s
+        whole = self.slice_whole
         return FleetView(
             workers=tuple(self.workers[row] for row in rows.tolist()),
             taken_at_s=self.taken_at_s,
             started_prefill_tokens=None if started is None else started.take(rows),
             decoding_usd_per_s=None if decoding is None else decoding.take(rows),
+            slice_whole=None if whole is None else whole.take(rows),
             members=members,
             experts=None if self.experts is None else self.experts.take(rows),
             **{name: getattr(self, name).take(rows) for name in _COLUMNS},

@@ -7,7 +7,10 @@ context token.
 
 from __future__ import annotations
 
+from bucket_planner.hardware import Hardware
 from serving.core.costs import CellCost, PrefillTimeModel, StepTimeModel
+from serving.core.errors import ConfigError
+from serving.core.request import SloClass
 from serving.cost.cells import Cell
 
 
@@ -35,5 +38,17 @@ def modelled_cost(cell: Cell, *, slo_class: str | None = None) -> CellCost:
         ),
         kv_bytes_per_token=cell.format.kv_bytes_per_token,
         needs_equal_tensor_parallel=hardware.kind == "tpu",
+        class_usd_per_chip_hour=_class_rates(hardware),
         version=f"roofline-{cell.variant.id}-{hardware.id}-{cell.num_chips}",
     )
+
+
+def _class_rates(hardware: Hardware) -> dict[SloClass, float]:
+    rates = {}
+    for name, usd in hardware.opportunity_usd_per_chip_hour.items():
+        if name not in SloClass.__members__:
+            raise ConfigError(
+                f"{hardware.id}.usd_per_chip_hour.opportunity", name, "must be one of A, B, C"
+            )
+        rates[SloClass(name)] = usd
+    return rates

@@ -100,6 +100,11 @@ class CellBook:
         self._prefill: dict[CellKey, Measured] = {}
         self._decode: dict[CellKey, Measured] = {}
 
+    def add(self, cells: Iterable[Cell]) -> None:
+        """More cells; known ones keep their measurements."""
+        for cell in cells:
+            self._cells.setdefault(cell.key, cell)
+
     @property
     def cells(self) -> Mapping[CellKey, Cell]:
         """Cells by key."""
@@ -137,6 +142,16 @@ class CellBook:
             distinct_experts=distinct_experts,
         )
         self._add(self._decode, key, _sample("seconds", seconds) / modelled, now_s)
+
+    def observe_factor(self, key: CellKey, factor: float, *, now_s: float) -> None:
+        """Adds a worker's own figure, measured over modelled step time, to both phases.
+
+        Raises:
+            ConfigError: unknown cell, or not a positive finite factor.
+        """
+        self._cell(key)
+        for table in (self._prefill, self._decode):
+            self._add(table, key, _sample("factor", factor), now_s)
 
     def quote(
         self,

@@ -228,6 +228,10 @@ class TransferMatrix:
         self._measured: dict[CellPair, _Measured] = {}
         self._block_counts: dict[CellPair, frozenset[int]] = {}
 
+    def add(self, priors: Mapping[CellPair, Link]) -> None:
+        """More pairs; known ones keep their prior and measurements."""
+        self._priors = {**priors, **self._priors}
+
     def observe(self, pair: CellPair, moved: HandOver, *, seconds: float, now_s: float) -> None:
         """Adds one measured hand-over; a hand-over that compiled only teaches the block count.
 

@@ -152,7 +152,8 @@ class TelemetryPoller:
         )
         if restarted:
             known = dataclasses.replace(known, epoch=known.epoch + 1)
-        if restarted or known.state is not WorkerState.READY:
+        # A parked worker answers too; waking it is not the poller's business.
+        if restarted or known.state not in (WorkerState.READY, WorkerState.PARKED):
             self._fleet.add(
                 dataclasses.replace(known, state=WorkerState.READY), self._clock.monotonic_s()
             )

@@ -81,7 +81,7 @@ class Fleet:
         return dropped
 
     def set_state(self, worker_id: str, state: WorkerState) -> list[Lease]:
-        """Changes a worker's state; LOST releases what it held.
+        """Changes a worker's state; LOST releases what it held, and what its slice held.
 
         Returns:
             Leases released.
@@ -89,7 +89,10 @@ class Fleet:
         Raises:
             KeyError: not registered.
         """
-        dropped = self._drop(worker_id) if state is WorkerState.LOST else []
+        dropped: list[Lease] = []
+        if state is WorkerState.LOST:
+            for mate in self.registry.unit_of(worker_id):
+                dropped += self._drop(mate)
         self.registry.set_state(worker_id, state)
         return dropped
 
@@ -166,6 +169,7 @@ class Fleet:
             tpot_limit_s=sums[Ledger.TPOT_LIMIT],
             started_prefill_tokens=sums[Ledger.STARTED_TOKENS],
             decoding_usd_per_s=sums[Ledger.DECODING_USD],
+            slice_whole=index.whole,
             members=members,
             experts=experts,
         )

@@ -47,7 +47,8 @@ class PhaseIndex:
     Attributes:
         workers: W workers in registration order.
         slots: int64 [W], their rows.
-        ready: bool [W], READY.
+        ready: bool [W], READY, and so is every worker of its slice that is not parked.
+        whole: bool [W], the slice part of that; None where nothing is in a slice.
         row_of_slot: int64 [capacity], view row of a slot, -1 for slots of other phases.
         block: the slots as a slice, when they are consecutive; None otherwise.
     """
@@ -55,6 +56,7 @@ class PhaseIndex:
     workers: tuple[WorkerInfo, ...]
     slots: np.ndarray
     ready: np.ndarray
+    whole: np.ndarray | None
     row_of_slot: np.ndarray
     block: slice | None
 
@@ -198,15 +200,37 @@ class FleetRegistry:
             slots = np.array([self._slot_of[w.worker_id] for w in workers], np.int64)
             row_of_slot = np.full(self.capacity, -1, np.int64)
             row_of_slot[slots] = np.arange(len(workers))
+            ready = np.array([w.state is WorkerState.READY for w in workers], bool)
+            whole = self._whole(workers)
             index = PhaseIndex(
                 workers=workers,
                 slots=slots,
-                ready=np.array([w.state is WorkerState.READY for w in workers], bool),
+                ready=ready if whole is None else ready & whole,
+                whole=whole,
                 row_of_slot=row_of_slot,
                 block=_as_slice(slots),
             )
             self._index[phase] = index
         return index
+
+    def unit_of(self, worker_id: str) -> tuple[str, ...]:
+        """Workers that fail and drain with one, itself included.
+
+        Raises:
+            KeyError: not registered.
+        """
+        mine = self._workers[worker_id].slice_id
+        if not mine:
+            return (worker_id,)
+        return tuple(w.worker_id for w in self._workers.values() if w.slice_id == mine)
+
+    def _whole(self, workers: tuple[WorkerInfo, ...]) -> np.ndarray | None:
+        """Whose slice has no worker down, whatever its phase."""
+        if not any(worker.slice_id for worker in workers):
+            return None
+        up = (WorkerState.READY, WorkerState.PARKED)
+        down = {w.slice_id for w in self._workers.values() if w.slice_id and w.state not in up}
+        return np.array([worker.slice_id not in down for worker in workers], bool)
 
     def _changed(self) -> None:
         self.version += 1
