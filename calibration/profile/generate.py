@@ -7,7 +7,8 @@ Composition of a model of L layers and E experts from S published layers of E0 e
 - E = m * E0: each expert is split into m children, a token always going to the same child of an
   expert (a hash of token, layer and expert decides), so children are as token-bound as parents;
 - a token's k experts are drawn without replacement, with the table's probabilities as weights
-  (the Plackett-Luce law by an exponential race), the request's bias added to their logarithm.
+  (the Plackett-Luce law, calibration/profile/draws.py), the request's bias added to their
+  logarithm.
 
 Mixtral's tokenizer is not among the data: a Mixtral workload keeps the real texts' lengths and
 draws tokens by their frequency in the table's domain.
@@ -22,6 +23,7 @@ import numpy as np
 
 from calibration.capture_checks import Geometry
 from calibration.captures import PromptCapture
+from calibration.profile.draws import draw_experts
 from calibration.profile.routing_tables import RoutingTables
 from calibration.profile.settings import Workload
 from calibration.profile.windows import Window, unit_hash
@@ -107,20 +109,25 @@ class ProfileRouter:
         """Experts of each token, int32 [T, L, K]."""
         geometry, tables = self.workload.geometry, self.tables
         rows = tables.rows_of(tokens, self._table_of(domain))
-        out = np.empty((len(tokens), geometry.num_layers, geometry.top_k), np.int32)
-        token_bits = _mix(tokens.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))[:, None]
-        for layer in range(geometry.num_layers):
-            weights = (tables.rows[self.slots[layer], rows] + _FLOOR) * bias[layer]
-            race = rng.standard_exponential(weights.shape, np.float32) / weights
-            parents = np.argpartition(race, geometry.top_k - 1, axis=1)[:, : geometry.top_k]
-            if self.num_children > 1:
-                salt = np.uint64(layer * tables.num_experts) + parents.astype(np.uint64)
-                child = _mix(token_bits ^ _mix(salt)) % np.uint64(self.num_children)
-                experts = parents * self.num_children + child.astype(np.int64)
-            else:
-                experts = parents
-            out[:, layer] = self._permutations[layer, experts]
-        return out
+        shape = (geometry.num_layers, len(tokens), geometry.top_k)
+        parents = np.empty(shape, np.int64)
+        uniforms = rng.random(shape)
+        for layer, slot in enumerate(self.slots.tolist()):
+            draw_experts(
+                tables.rows[slot], rows, bias[layer], uniforms[layer], _FLOOR, parents[layer]
+            )
+        experts = parents
+        if self.num_children > 1:
+            token_bits = _mix(tokens.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            salts = np.arange(geometry.num_layers * tables.num_experts, dtype=np.uint64)
+            layer_of = np.arange(geometry.num_layers)[:, None, None] * tables.num_experts
+            child = _mix(token_bits[None, :, None] ^ _mix(salts)[layer_of + parents])
+            child %= np.uint64(self.num_children)
+            experts = parents * self.num_children + child.astype(np.int64)
+        placed = np.take_along_axis(
+            self._permutations, experts.reshape(geometry.num_layers, -1), axis=1
+        )
+        return np.ascontiguousarray(placed.reshape(shape).transpose(1, 0, 2))
 
     def _biases_of(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
         """Factors on the published experts' probabilities in prefill and decode, [L, E0]."""

@@ -146,16 +146,7 @@ def read_bank(path: str | Path) -> RoutingBank:
         ArtefactError: missing, damaged, of another kind or schema, or it does not add up.
     """
     arrays = _load(path)
-    try:
-        header = msgspec.json.decode(arrays.pop("header").tobytes(), type=BankHeader)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise ArtefactError(path, f"header must be a bank's JSON header ({error})") from error
-    if header.kind != KIND or header.schema_version != SCHEMA_VERSION:
-        raise ArtefactError(
-            path,
-            f"kind {header.kind!r} schema_version {header.schema_version} must be {KIND!r} "
-            f"{SCHEMA_VERSION}",
-        )
+    header = _header(path, arrays)
     try:
         return RoutingBank(header=header, **{name: arrays[name] for name in _ARRAYS})
     except KeyError as error:
@@ -164,11 +155,35 @@ def read_bank(path: str | Path) -> RoutingBank:
         raise ArtefactError(path, str(error)) from error
 
 
-def _load(path: str | Path) -> dict[str, np.ndarray]:
+def read_header(path: str | Path) -> BankHeader:
+    """What a bank says of itself, without its arrays.
+
+    Raises:
+        ArtefactError: missing, damaged, or of another kind or schema.
+    """
+    return _header(path, _load(path, ("header",)))
+
+
+def _header(path: str | Path, arrays: Mapping[str, np.ndarray]) -> BankHeader:
+    try:
+        header = msgspec.json.decode(arrays["header"].tobytes(), type=BankHeader)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise ArtefactError(path, f"header must be a bank's JSON header ({error})") from error
+    if header.kind != KIND or header.schema_version != SCHEMA_VERSION:
+        raise ArtefactError(
+            path,
+            f"kind {header.kind!r} schema_version {header.schema_version} must be {KIND!r} "
+            f"{SCHEMA_VERSION}",
+        )
+    return header
+
+
+def _load(path: str | Path, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    """Arrays of a file: the named ones, all without names."""
     try:
         # Opened here, so that a damaged file is closed again.
         with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+            return {name: stored[name] for name in names or stored.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, AttributeError) as error:
         raise ArtefactError(path, f"must be a .npz of plain arrays ({error})") from error
 

@@ -2,8 +2,10 @@
 
 A comparison is the mean over seeds of a metric's relative difference, with a percentile
 bootstrap over seeds. "best_of_baselines" is, per cell and metric, the baseline with the lowest
-mean over seeds: it is chosen once and then compared seed by seed. Few seeds make narrow
-intervals narrower than they should be; the per-seed values are always reported.
+mean over seeds: it is chosen once and then compared seed by seed. Few seeds make percentile
+intervals narrower than they should be; the per-seed values are always reported, and so is
+Student's t of their mean, corrected by Holm over the cells that ask the same question (the same
+policy, the same opponent, the same metric).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from scipy import stats
 
 METRICS = (
     "tpot_ms_p50",
@@ -25,12 +28,18 @@ _RESAMPLES = 10_000
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: a cell, a policy, a seed."""
+    """One run: a cell, a policy, a seed.
+
+    Attributes:
+        metrics: name -> value, see `metrics.run_metrics`.
+        series: mean TPOT in ms per stretch of requests, see `metrics.tpot_series`.
+    """
 
     cell: str
     policy: str
     seed: int
     metrics: dict[str, float]
+    series: tuple[float, ...] = ()
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +49,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         cell: a cell, or `mean over GROUP`.
         against: a policy, or `best_of_baselines` (`baseline` says which it was).
         per_seed_pct: in the order of the seeds.
+        p_value: two-sided, of a mean of 0 (Student's t over seeds); 1 with fewer than two.
+        p_holm: the same after Holm's correction over the report's cells.
     """
 
     cell: str
@@ -51,6 +62,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     ci_high_pct: float
     per_seed_pct: tuple[float, ...]
     baseline: str = ""
+    p_value: float = 1.0
+    p_holm: float = 1.0
 
 
 def compare(
@@ -72,7 +85,7 @@ def compare(
     for run in results:
         table.setdefault((run.cell, run.policy), {})[run.seed] = run.metrics
     cells = list(dict.fromkeys(run.cell for run in results))
-    out: list[Comparison] = []
+    found: list[Comparison] = []
     pooled: dict[tuple[str, str, str, str], list[dict[int, float]]] = {}
     for cell in cells:
         policies = [policy for at, policy in table if at == cell]
@@ -87,9 +100,10 @@ def compare(
                     if not pct:
                         continue
                     baseline = other if against == BEST else ""
-                    out.append(_comparison(cell, policy, against, metric, pct, baseline))
+                    found.append(_comparison(cell, policy, against, metric, pct, baseline))
                     key = (groups.get(cell, ""), policy, against, metric)
                     pooled.setdefault(key, []).append(pct)
+    out = _holm(found)
     for (group, policy, against, metric), parts in pooled.items():
         if not group or len(parts) != sum(groups.get(cell) == group for cell in cells):
             continue
@@ -107,6 +121,41 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     drawn = array[rng.integers(0, len(array), (_RESAMPLES, len(array)))].mean(axis=1)
     low, high = np.quantile(drawn, [0.025, 0.975])
     return float(low), float(high)
+
+
+def t_test(values: Sequence[float]) -> float:
+    """Two-sided p of a mean of 0; 1 when there is nothing to test."""
+    array = np.asarray(values, np.float64)
+    if len(array) < 2 or not array.any():
+        return 1.0
+    spread = float(array.std(ddof=1))
+    if spread == 0.0:
+        return 0.0
+    t = float(array.mean()) / (spread / np.sqrt(len(array)))
+    return float(2.0 * stats.t.sf(abs(t), len(array) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction, in the order given."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    out, worst = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[i]))
+        out[i] = worst
+    return out
+
+
+def _holm(found: Sequence[Comparison]) -> list[Comparison]:
+    """Corrects each family: same policy, opponent and metric, over cells."""
+    families: dict[tuple[str, str, str], list[int]] = {}
+    for place, item in enumerate(found):
+        families.setdefault((item.policy, item.against, item.metric), []).append(place)
+    out = list(found)
+    for places in families.values():
+        corrected = holm([found[place].p_value for place in places])
+        for place, p in zip(places, corrected, strict=True):
+            out[place] = msgspec.structs.replace(found[place], p_holm=p)
+    return out
 
 
 def _best(
@@ -139,6 +188,7 @@ def _comparison(
 ) -> Comparison:
     values = tuple(pct[seed] for seed in sorted(pct))
     low, high = interval(values)
+    p_value = t_test(values)
     return Comparison(
         cell=cell,
         policy=policy,
@@ -149,4 +199,6 @@ def _comparison(
         ci_high_pct=high,
         per_seed_pct=values,
         baseline=baseline,
+        p_value=p_value,
+        p_holm=p_value,
     )

@@ -9,7 +9,8 @@
     seeds: [0, 1, 2, 3, 4]
     quick: {...}                          # the same keys; replaces them under --quick
 
-Paths start at the file's folder.
+Paths start at the file's folder; `{seed}` in the path of a bank or an artefact is the run's seed,
+so that every seed may stand on a structural draw of its own.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class RequestsSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields
         max_tokens: limit the client sets; 0 is the request's own length.
         repeat_prompts: draw prompts with replacement; False walks through the bank in a drawn
             order and repeats only when it is exhausted.
+        phase_requests: this many requests in a row come from one domain, domains in drawn turns
+            (synchronised cliques: what a rule that expects a steady mix does not expect); 0 mixes.
         slo: service class.
     """
 
@@ -133,13 +136,14 @@ class RequestsSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     known_length: Literal["exact", "mean", "max_tokens"] = "exact"
     max_tokens: int = 0
     repeat_prompts: bool = False
+    phase_requests: int = 0
     slo: Literal["A", "B", "C"] = "B"
 
     def __post_init__(self) -> None:
         if self.num_measured < 0 or self.output_tokens < 1 or self.max_tokens < 0:
             raise ValueError("num_measured and max_tokens must be >= 0, output_tokens >= 1")
-        if self.warmup_batches < 0 or self.cooldown_batches < 0:
-            raise ValueError("warmup_batches and cooldown_batches must be >= 0")
+        if self.warmup_batches < 0 or self.cooldown_batches < 0 or self.phase_requests < 0:
+            raise ValueError("warmup_batches, cooldown_batches, phase_requests must be >= 0")
 
 
 class DriftSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,11 +153,18 @@ class DriftSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         at_share: share of the requests after which the mix shifts; 1 never.
         before: domains served before it; () is all.
         after: domains served after it; () is all.
+        window_requests: a run's TPOT is also kept as a series, one value per this many measured
+            requests in a row; 0 keeps none.
     """
 
     at_share: float = 1.0
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    window_requests: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_share <= 1 or self.window_requests < 0:
+            raise ValueError("at_share must lie in [0, 1], window_requests be >= 0")
 
 
 class RoutersSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,7 +241,7 @@ class Scenario(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         bank: the bank's file, or a drawn one.
-        artefact: signature artefact; "" without (policies that need one fall back).
+        artefact: folder of a signature artefact; "" without (policies that need one fall back).
         latency: service times.
         fleet, load, requests, routers, signatures, drift, events: see their types.
     """
@@ -259,6 +270,8 @@ class PolicySection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         refit: move the regions with the traffic (5 s window, 1 s beat).
         pseudo_members: m of the region prior.
         drift_rate: share by which a worker's prior moves towards each request placed on it.
+        artefact: the router knows this one instead of the scenario's (ablations of the fit).
+        guard: watch signatures and trust them less while they mispredict steps.
     """
 
     name: str
@@ -268,6 +281,8 @@ class PolicySection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     refit: bool = False
     pseudo_members: float = 8.0
     drift_rate: float = 0.0
+    artefact: str = ""
+    guard: bool = False
 
     @property
     def title(self) -> str:
@@ -281,12 +296,14 @@ class CellSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         name: unique.
         group: cells of a group are also reported as their mean; "" for none.
+        like: an earlier cell whose change this one's is laid over; "" for none.
         change: parts of the scenario that differ.
         policies: labels to run; () runs all.
     """
 
     name: str
     group: str = ""
+    like: str = ""
     change: dict[str, object] = {}
     policies: tuple[str, ...] = ()
 
@@ -333,6 +350,39 @@ class ReplayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return Path(self.folder) / name
 
 
+class SuiteFile(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replays that belong together, the most important first.
+
+    Attributes:
+        replays: files, from this one's folder.
+        quick: the ones run under --quick; () runs none.
+    """
+
+    schema_version: int
+    replays: tuple[str, ...]
+    quick: tuple[str, ...] = ()
+
+
+def load_suite(path: str | Path, *, quick: bool = False) -> list[ReplayConfig]:
+    """Reads a suite and all its replays.
+
+    Raises:
+        ConfigError: as `load_replay`.
+    """
+    try:
+        file = load_yaml(path, SuiteFile)
+    except PlannerConfigError as error:
+        raise ConfigError(error.field, error.value, f"{error.rule} ({path})") from error
+    if file.schema_version != SCHEMA_VERSION:
+        raise ConfigError("schema_version", file.schema_version, f"must be {SCHEMA_VERSION}")
+    names = file.quick if quick else file.replays
+    if not names:
+        raise ConfigError("quick" if quick else "replays", names, "must name a replay file")
+    found = [load_replay(Path(path).parent / name, quick=quick) for name in names]
+    _distinct("replays.name", [config.name for config in found])
+    return found
+
+
 def load_replay(path: str | Path, *, quick: bool = False) -> ReplayConfig:
     """Reads and checks a replay file.
 
@@ -367,7 +417,7 @@ def load_replay(path: str | Path, *, quick: bool = False) -> ReplayConfig:
 def _cell(file: ReplayFile, row: int, path: str) -> Cell:
     cell = file.cells[row]
     try:
-        scenario = convert(_merged(file.scenario, cell.change), Scenario, file=path)
+        scenario = convert(_merged(file.scenario, _change(file, row)), Scenario, file=path)
     except PlannerConfigError as error:
         field = f"cells[{row}] {cell.name!r}: {error.field}"
         raise ConfigError(field, error.value, error.rule) from error
@@ -376,6 +426,17 @@ def _cell(file: ReplayFile, row: int, path: str) -> Cell:
         raise ConfigError(f"cells[{row}].policies", unknown[0], f"must be one of {sorted(titles)}")
     chosen = [titles[name] for name in cell.policies] if cell.policies else list(file.policies)
     return Cell(name=cell.name, group=cell.group, scenario=scenario, policies=tuple(chosen))
+
+
+def _change(file: ReplayFile, row: int) -> object:
+    """A cell's change, laid over that of the cell it is like."""
+    cell = file.cells[row]
+    if not cell.like:
+        return cell.change
+    earlier = [other.name for other in file.cells[:row]]
+    if cell.like not in earlier:
+        raise ConfigError(f"cells[{row}].like", cell.like, f"must be one of {earlier}")
+    return _merged(_change(file, earlier.index(cell.like)), cell.change)
 
 
 def _merged(base: object, change: object) -> object:

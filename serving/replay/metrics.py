@@ -65,6 +65,23 @@ def run_metrics(outcome: Outcome, workload: Workload, seed: int) -> dict[str, fl
     return found
 
 
+def tpot_series(outcome: Outcome, workload: Workload, window_requests: int) -> tuple[float, ...]:
+    """Mean TPOT in ms of each stretch of measured requests in a row; the last may be shorter.
+
+    A stretch of which no request ended gives nan.
+    """
+    if window_requests < 1:
+        return ()
+    tpot_ms = outcome.tpot_s[workload.measured] * 1e3
+    stretches = [
+        tpot_ms[begin : begin + window_requests]
+        for begin in range(0, len(tpot_ms), window_requests)
+    ]
+    return tuple(
+        float(np.nanmean(part)) if not np.isnan(part).all() else float("nan") for part in stretches
+    )
+
+
 def _binned_quantile(bins: np.ndarray, share: float) -> float:
     """Middle of the bin that holds a quantile, seconds."""
     place = int(np.searchsorted(np.cumsum(bins), share * bins.sum()))

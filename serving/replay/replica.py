@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from serving.core.clock import ManualClock
 from serving.core.costs import CellCost, CostBook
 from serving.core.decision import LogLine
+from serving.core.guard import SignatureGuard
 from serving.core.placed import Placed, PlacementObserver
 from serving.core.router import Router
 from serving.core.router_config import RouterConfig
@@ -62,12 +63,14 @@ class Replica:
         router, fleet: the server's.
         index: prefix index, None without.
         online: regions that follow the traffic, None without.
+        guard: watches signatures, None without.
     """
 
     router: Router
     fleet: Fleet
     index: PrefixIndex | None
     online: OnlineRegions | None
+    guard: SignatureGuard | None
 
     def refit(self, now_s: float) -> None:
         """Refits the regions if their time has come."""
@@ -178,6 +181,7 @@ def build_replica(
         latency_s=scenario.fleet.link_latency_s,
         network_bytes_per_s=scenario.fleet.link_bytes_per_s,
     )
+    guard = SignatureGuard() if policy.guard else None
     router = Router(
         fleet,
         costs=CostBook({(MODEL, HARDWARE): cost}),
@@ -198,9 +202,10 @@ def build_replica(
         prefix_index=index,
         experts=None if learned is None else learned.experts,
         regions=regions,
+        guard=guard,
         observers=tuple(observers),
     )
-    replica = Replica(router=router, fleet=fleet, index=index, online=online)
+    replica = Replica(router=router, fleet=fleet, index=index, online=online, guard=guard)
     for worker in workers:
         replica.add(worker, clock.now_s)
     bind_regions(fleet, regions)

@@ -1,4 +1,7 @@
-"""A whole replay: every cell, seed and policy; finished runs are kept on disk and skipped."""
+"""A whole replay: every cell, seed and policy; finished runs are kept on disk and skipped.
+
+Seeds are the outer loop, so that a replay that is stopped early has whole seeds of every cell.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,38 @@ import msgspec
 
 from serving.core.decision import encode_line
 from serving.core.errors import ConfigError
-from serving.replay.bank import RoutingBank, read_bank, synthetic_bank
+from serving.replay.bank import RoutingBank, read_bank, read_header, synthetic_bank
 from serving.replay.compare import BEST, Comparison, RunResult, compare
 from serving.replay.config import Cell, PolicySection, ReplayConfig, Scenario, SyntheticBank
 from serving.replay.decode_kernel import Times
 from serving.replay.engine import Machine, Simulation
 from serving.replay.learned import Learned, check_geometry
-from serving.replay.metrics import run_metrics
+from serving.replay.metrics import run_metrics, tpot_series
 from serving.replay.service import cell_cost, decode_times, load_latency, prefill_times
 from serving.replay.workload import Workload, build_workload
 from serving.signatures.artefact import load_artefact
 
 SCHEMA_VERSION = 1
 # A run that is kept is a function of what it is keyed by and of this code.
-_RUN_VERSION = "1"
+_RUN_VERSION = "2"
 _RECORD_SHARE = 0.002
 _REFERENCES = ("eldr_online",)
+_MAX_LEARNED = 8
 
 Told = Callable[[str, int], None]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`report.json`."""
+    """`report.json`.
+
+    Attributes:
+        num_missing: runs that a limited time left undone; comparisons are over the others.
+    """
 
     schema_version: int
     name: str
     seeds: tuple[int, ...]
+    num_missing: int
     sources: dict[str, dict[str, str]]
     cells: tuple[RunResult, ...]
     comparisons: tuple[Comparison, ...]
@@ -53,12 +62,24 @@ class ReplayRunner:
 
     Args:
         config: what to run.
-        out: folder; finished runs lie in `runs/` below it.
+        out: folder for the report.
+        runs: folder of finished runs, which several replays may share; None is `out`/runs.
+        may_begin: asked before each run that is missing; False leaves it out.
     """
 
-    def __init__(self, config: ReplayConfig, out: str | Path) -> None:
+    def __init__(
+        self,
+        config: ReplayConfig,
+        out: str | Path,
+        *,
+        runs: str | Path | None = None,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.config = config
         self.out = Path(out)
+        self._runs = self.out / "runs" if runs is None else Path(runs)
+        self._may_begin = may_begin
+        self._num_missing = 0
         self._told: Told = lambda name, num_requests: None
         self._banks: dict[str, RoutingBank] = {}
         self._learned: dict[str, Learned] = {}
@@ -75,16 +96,24 @@ class ReplayRunner:
             ConfigError, ArtefactError: an input is wrong, named.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "runs").mkdir(exist_ok=True)
-        kept: list[_Kept] = []
-        for cell in self.config.cells:
-            for seed in self.config.seeds:
-                kept += self._cell(cell, seed)
+        self._runs.mkdir(parents=True, exist_ok=True)
+        done: dict[tuple[str, int], list[_Kept]] = {}
+        self._num_missing = 0
+        for seed in self.config.seeds:
+            for cell in self.config.cells:
+                done[cell.name, seed] = self._cell(cell, seed)
+        kept = [
+            item
+            for cell in self.config.cells
+            for seed in self.config.seeds
+            for item in done[cell.name, seed]
+        ]
         results = [item.result for item in kept]
         report = Report(
             schema_version=SCHEMA_VERSION,
             name=self.config.name,
             seeds=self.config.seeds,
+            num_missing=self._num_missing,
             sources=self._sources,
             cells=tuple(results),
             comparisons=tuple(
@@ -107,24 +136,29 @@ class ReplayRunner:
         return sum(len(cell.policies) for cell in self.config.cells) * len(self.config.seeds)
 
     def _cell(self, cell: Cell, seed: int) -> list[_Kept]:
-        scenario = cell.scenario
-        bank, learned = self._bank(scenario), self._artefact(scenario)
-        if learned is not None:
-            check_geometry(learned.artefact, bank)
+        scenario = seeded(cell.scenario, seed)
         machine: Machine | None = None
         workload: Workload | None = None
         out = []
         for policy in cell.policies:
-            file = self.out / "runs" / f"{self._key(cell, policy, seed)}.json"
+            policy = msgspec.structs.replace(policy, artefact=_of_seed(policy.artefact, seed))
+            file = self._runs / f"{self._key(cell.name, scenario, policy, seed)}.json"
             name = f"{cell.name} {policy.title} seed {seed}"
             if file.exists():
                 out.append(msgspec.json.decode(file.read_bytes(), type=_Kept))
                 self._told(name, 0)
                 continue
+            if not self._may_begin():
+                self._num_missing += 1
+                continue
             if machine is None or workload is None:
+                bank = self._bank(scenario)
                 machine = self._machine(scenario, bank)
                 workload = build_workload(self.config, scenario, bank, machine.decode, seed)
-            kept = self._run(cell, policy, seed, workload, machine, learned)
+            learned = self._artefact(policy.artefact or scenario.artefact)
+            if learned is not None:
+                check_geometry(learned.artefact, workload.bank)
+            kept = self._run(cell.name, scenario, policy, seed, workload, machine, learned)
             _write(file, msgspec.json.encode(kept))
             out.append(kept)
             self._told(name, len(workload))
@@ -132,49 +166,54 @@ class ReplayRunner:
 
     def _run(
         self,
-        cell: Cell,
+        cell: str,
+        scenario: Scenario,
         policy: PolicySection,
         seed: int,
         workload: Workload,
         machine: Machine,
         learned: Learned | None,
     ) -> _Kept:
-        simulation = Simulation(
-            cell.scenario,
+        outcome = Simulation(
+            scenario,
             policy,
             workload,
             machine,
             learned,
             seed=seed,
             record_share=_RECORD_SHARE,
-        )
-        outcome = simulation.run()
-        metrics = run_metrics(outcome, workload, seed)
+        ).run()
         decided = {line.request_id for line in outcome.lines if not hasattr(line, "status")}
         lines = tuple(
             encode_line(line).decode() for line in outcome.lines if line.request_id in decided
         )
-        result = RunResult(cell=cell.name, policy=policy.title, seed=seed, metrics=metrics)
+        result = RunResult(
+            cell=cell,
+            policy=policy.title,
+            seed=seed,
+            metrics=run_metrics(outcome, workload, seed),
+            series=tpot_series(outcome, workload, scenario.drift.window_requests),
+        )
         return _Kept(result=result, lines=lines)
 
-    def _key(self, cell: Cell, policy: PolicySection, seed: int) -> str:
+    def _key(self, cell: str, scenario: Scenario, policy: PolicySection, seed: int) -> str:
         """Name of a kept run: everything it depends on, hashed."""
         parts = [
             _RUN_VERSION.encode(),
-            msgspec.json.encode(cell.scenario),
-            cell.name.encode(),
+            msgspec.json.encode(scenario),
+            cell.encode(),
             msgspec.json.encode(policy),
             str(seed).encode(),
         ]
-        parts += [self._stamp(name).encode() for name in self._inputs(cell.scenario)]
+        parts += [self._stamp(name).encode() for name in self._inputs(scenario, policy)]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
-    def _inputs(self, scenario: Scenario) -> list[str]:
+    def _inputs(self, scenario: Scenario, policy: PolicySection) -> list[str]:
         names = [scenario.latency, scenario.load.path, scenario.requests.lengths_path]
         if isinstance(scenario.bank, str):
             names.append(scenario.bank)
-        if scenario.artefact:
-            names.append(f"{scenario.artefact}/manifest.json")
+        if artefact := policy.artefact or scenario.artefact:
+            names.append(f"{artefact}/manifest.json")
         return [name for name in names if name]
 
     def _stamp(self, name: str) -> str:
@@ -183,10 +222,13 @@ class ReplayRunner:
         if found is None:
             file = self.config.path(name)
             try:
-                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                with file.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
             except OSError as error:
                 raise ConfigError("path", name, f"must be readable ({error.strerror})") from error
             found = self._sources[name] = {"sha256": digest}
+            if file.suffix == ".npz":
+                found |= read_header(file).provenance
         return found["sha256"]
 
     def _machine(self, scenario: Scenario, bank: RoutingBank) -> Machine:
@@ -218,9 +260,6 @@ class ReplayRunner:
             # One at a time: a bank of real prompts is the largest thing in memory.
             self._banks.clear()
             self._banks[key] = self._load_bank(source)
-            if isinstance(source, str):
-                self._stamp(source)
-                self._sources[source] |= self._banks[key].header.provenance
         return self._banks[key]
 
     def _load_bank(self, source: str | SyntheticBank) -> RoutingBank:
@@ -228,13 +267,28 @@ class ReplayRunner:
             return read_bank(self.config.path(source))
         return synthetic_bank(**msgspec.structs.asdict(source))
 
-    def _artefact(self, scenario: Scenario) -> Learned | None:
-        if not scenario.artefact:
+    def _artefact(self, name: str) -> Learned | None:
+        if not name:
             return None
-        if scenario.artefact not in self._learned:
-            loaded = load_artefact(self.config.path(scenario.artefact))
-            self._learned = {scenario.artefact: Learned(loaded)}
-        return self._learned[scenario.artefact]
+        if name not in self._learned:
+            if len(self._learned) >= _MAX_LEARNED:
+                self._learned.clear()
+            self._learned[name] = Learned(load_artefact(self.config.path(name)))
+        return self._learned[name]
+
+
+def seeded(scenario: Scenario, seed: int) -> Scenario:
+    """The scenario with the files of one seed."""
+    bank = scenario.bank
+    return msgspec.structs.replace(
+        scenario,
+        bank=_of_seed(bank, seed) if isinstance(bank, str) else bank,
+        artefact=_of_seed(scenario.artefact, seed),
+    )
+
+
+def _of_seed(path: str, seed: int) -> str:
+    return path.replace("{seed}", str(seed))
 
 
 def summary(report: Report) -> list[str]:

@@ -229,12 +229,33 @@ def _prompts(
             allowed = np.flatnonzero(np.isin(bank.domain_of, wanted))
             if not len(allowed):
                 raise ConfigError("drift", names, "the bank holds no prompt of these domains")
-        if scenario.requests.repeat_prompts:
+        if scenario.requests.phase_requests:
+            parts.append(_phases(bank, allowed, count, scenario.requests.phase_requests, rng))
+        elif scenario.requests.repeat_prompts:
             parts.append(allowed[rng.integers(0, len(allowed), count)])
         else:
             rounds = -(-count // len(allowed))
             parts.append(np.concatenate([rng.permutation(allowed) for _ in range(rounds)])[:count])
     return np.concatenate(parts)
+
+
+def _phases(
+    bank: RoutingBank, allowed: np.ndarray, count: int, length: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Prompts in stretches of one domain each; every domain walks through its own prompts."""
+    domain_of = bank.domain_of[allowed]
+    walks = {int(d): rng.permutation(allowed[domain_of == d]) for d in np.unique(domain_of)}
+    at = dict.fromkeys(walks, 0)
+    out: list[np.ndarray] = []
+    last = -1
+    for begin in range(0, count, length):
+        num = min(length, count - begin)
+        others = [domain for domain in walks if domain != last] or [last]
+        last = int(rng.choice(others))
+        walk = walks[last]
+        out.append(walk[(at[last] + np.arange(num)) % len(walk)])
+        at[last] += num
+    return np.concatenate(out)
 
 
 def _output_tokens(

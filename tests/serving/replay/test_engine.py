@@ -16,8 +16,9 @@ from serving.fleet.fleet import Fleet
 from serving.fleet.prefix_index import PrefixIndex
 from serving.fleet.survival import SurvivalRows
 from serving.policies.registry import POLICIES, make_policy
+from serving.replay.config import PolicySection
 from serving.replay.learned import bind_regions, expert_profiles
-from serving.replay.metrics import run_metrics
+from serving.replay.metrics import run_metrics, tpot_series
 from serving.replay.replica import HARDWARE, MODEL, PrefixCredits, workers_of
 
 
@@ -249,6 +250,43 @@ def test_drift_serves_the_domains_it_names(rig, make_scenario):
     half = round(len(work) * 0.5)
     assert set(domains[:half]) == {"domain-0"}
     assert set(domains[half:]) == {"domain-1"}
+
+
+def test_phases_are_stretches_of_one_domain_without_repeats(rig, make_scenario):
+    given = make_scenario(requests={"phase_requests": 6})
+    workload = rig.workload(given)
+    domains = rig.bank.domain_of[workload.prompt]
+    for begin in range(0, len(domains), 6):
+        assert len(set(domains[begin : begin + 6].tolist())) == 1
+    assert set(domains.tolist()) == {0, 1}
+    first = workload.prompt[domains == 0][:12]
+    assert len(set(first.tolist())) == 12
+    assert ended(rig.run(given, "expert_cost"))
+
+
+def test_a_guard_sees_signatures_of_other_prompts_mispredict(rig, make_scenario):
+    long = {"num_measured": 160}
+    ratios = []
+    for wrong_share in (0.0, 1.0):
+        given = make_scenario(requests=long, signatures={"wrong_share": wrong_share})
+        section = PolicySection(name="expert_cost", guard=True)
+        simulation = rig.simulation(given, section=section)
+        assert ended(simulation.run())
+        guard = simulation.replicas[0].guard
+        assert guard is not None
+        ratios.append(guard.error_ratio)
+    assert ratios[0] < ratios[1]
+
+
+def test_a_series_is_the_mean_of_each_stretch(rig, make_scenario):
+    simulation = rig.simulation(make_scenario())
+    outcome = simulation.run()
+    series = tpot_series(outcome, simulation.workload, 16)
+    tpot_ms = outcome.tpot_s[simulation.workload.measured] * 1e3
+    np.testing.assert_allclose(
+        series, [tpot_ms[:16].mean(), tpot_ms[16:32].mean(), tpot_ms[32:].mean()]
+    )
+    assert tpot_series(outcome, simulation.workload, 0) == ()
 
 
 def test_the_router_is_told_what_the_scenario_says_of_lengths(rig, make_scenario):

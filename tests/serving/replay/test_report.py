@@ -8,13 +8,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from scipy import stats
 
+from serving import replay_main
 from serving.core.decision import decode_line
 from serving.core.errors import ConfigError
 from serving.replay.bank import write_bank
-from serving.replay.compare import BEST, RunResult, compare, interval
+from serving.replay.compare import BEST, RunResult, compare, holm, interval, t_test
 from serving.replay.config import load_replay
 from serving.replay.report import ReplayRunner
+from serving.replay_main import ReplayMainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -58,7 +61,7 @@ def test_a_report_says_what_the_contract_says_and_is_the_same_twice(folder):
     report = json.loads(one)
     assert report["schema_version"] == 1
     assert len(report["cells"]) == 2 * (3 + 2)
-    assert set(report["cells"][0]) == {"cell", "policy", "seed", "metrics"}
+    assert set(report["cells"][0]) == {"cell", "policy", "seed", "metrics", "series"}
     assert set(report["comparisons"][0]) >= {
         "cell",
         "policy",
@@ -95,6 +98,56 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(folder):
     seen = told(other)
     other.run()
     assert all(num > 0 for _, num in seen)
+
+
+def test_a_replay_that_may_not_go_on_reports_what_is_there(folder):
+    config = load_replay(folder / "c.yaml")
+    left = iter([True] * 7 + [False] * 3)
+    some = ReplayRunner(config, folder / "out", may_begin=lambda: next(left)).run()
+    assert some.num_missing == 3
+    assert [(run.cell, run.seed) for run in some.cells].count(("heavy", 1)) == 0
+    assert {run.seed for run in some.cells if run.cell == "light"} == {0, 1}
+    whole = ReplayRunner(config, folder / "out").run()
+    assert whole.num_missing == 0
+    assert len(whole.cells) == 10
+
+
+def test_a_path_may_hold_the_seed(folder, make_bank):
+    for seed in (0, 1):
+        write_bank(folder / f"bank-{seed}.npz", make_bank(seed=seed))
+    (folder / "c.yaml").write_text(CONFIG.replace("bank.npz", '"bank-{seed}.npz"'))
+    report = ReplayRunner(load_replay(folder / "c.yaml"), folder / "out").run()
+    assert {"bank-0.npz", "bank-1.npz"} <= set(report.sources)
+
+
+def test_a_cell_may_be_like_an_earlier_one(folder):
+    late = "  - {name: late, like: heavy, change: {requests: {output_tokens: 9}}}\n"
+    (folder / "c.yaml").write_text(CONFIG.replace("policies: [{", late + "policies: [{"))
+    cell = load_replay(folder / "c.yaml").cells[2]
+    assert cell.scenario.load.mean_batch == 4
+    assert cell.scenario.requests.output_tokens == 9
+    (folder / "c.yaml").write_text(CONFIG.replace("group: g,", "group: g, like: heavy,", 1))
+    with pytest.raises(ConfigError, match="like"):
+        load_replay(folder / "c.yaml")
+
+
+def test_a_suite_runs_its_replays_and_shares_what_is_done(folder):
+    (folder / "d.yaml").write_text(CONFIG.replace("name: small", "name: again"))
+    (folder / "all.yaml").write_text(
+        "{schema_version: 1, replays: [c.yaml, d.yaml], quick: [c.yaml]}"
+    )
+    given = {"out": str(folder / "o"), "suite": str(folder / "all.yaml")}
+    reports = replay_main.run(ReplayMainConfig(**given))
+    assert [report.name for report in reports] == ["small", "again"]
+    assert reports[0].comparisons == reports[1].comparisons
+    assert len(list((folder / "o/runs").iterdir())) == 10
+    assert (folder / "o/again/report.json").exists()
+    assert len(replay_main.run(ReplayMainConfig(**given, quick=True))) == 1
+    assert replay_main.run(ReplayMainConfig(**given, max_minutes=1e-9))[0].num_missing == 0
+    with pytest.raises(ConfigError, match="not both"):
+        ReplayMainConfig(out="o", config="c", suite="s")
+    with pytest.raises(ConfigError, match="max_minutes"):
+        ReplayMainConfig(out="o", config="c", max_minutes=-1.0)
 
 
 def test_quick_is_the_files_small_set(folder):
@@ -163,6 +216,24 @@ def test_comparisons_pair_seeds_and_choose_the_best_baseline_by_its_mean():
     assert ("mean over g", "b", "a") not in found  # b ran in one of the two cells only
 
 
+def test_holm_corrects_over_the_cells_that_ask_the_same():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    values = [-2.0, -3.0, -2.5, -1.5, -2.2]
+    assert t_test(values) == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
+    assert t_test([-2.0]) == t_test([0.0, 0.0]) == 1.0
+    assert t_test([-2.0, -2.0]) == 0.0
+    drops = ([-10.0, -12.0, -11.0], [0.5, -0.4, 0.1])
+    results = []
+    for cell, pcts in zip("cd", drops, strict=True):
+        for seed, pct in enumerate(pcts):
+            results += [result(cell, "a", seed, 100.0), result(cell, "b", seed, 100.0 + pct)]
+    found = compare(results, groups={}, baselines=["a"], references=[])
+    b = {item.cell: item for item in found if item.policy == "b"}
+    assert b["c"].p_holm == pytest.approx(2 * b["c"].p_value)
+    assert b["d"].p_holm == pytest.approx(b["d"].p_value)
+
+
 def test_an_interval_covers_its_mean_and_narrows():
     rng = np.random.default_rng(0)
     few, many = rng.normal(size=5).tolist(), rng.normal(size=100).tolist()
@@ -189,7 +260,8 @@ def test_the_command_exits_2_naming_the_field(folder):
 
 def test_every_replay_file_of_the_tree_reads():
     files = [*(ROOT / "configs/replay").glob("*.yaml")]
-    files += [f for f in (ROOT / "configs/replay/eldr").glob("*.yaml") if f.stem != "workloads"]
+    others = {"workloads", "prepare", "all", "published"}
+    files += [f for f in (ROOT / "configs/replay/eldr").glob("*.yaml") if f.stem not in others]
     assert files
     for file in files:
         for quick in (False, True):
