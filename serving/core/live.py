@@ -129,6 +129,11 @@ class LiveControls:
         """The rule that decides a phase now."""
         return self._live.policy(phase)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the prefill rule prices decode too, and so wants a predicted signature."""
+        return bool(getattr(self._live.policy(Phase.PREFILL), "looks_ahead", False))
+
     def set_policy(self, phase: Phase, policy: Policy) -> None:
         """The rule of a phase."""
         self._live.set_policy(phase, policy)

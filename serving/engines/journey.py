@@ -139,7 +139,12 @@ class Journey:
 
     async def _from_prompt(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Places and, on a prefill worker, runs the prompt; the answers that follow."""
-        placed = self._relay.router.place_prefill(self._request, exclude=self._excluded)
+        relay, expected = self._relay, None
+        if relay.router.looks_ahead:
+            expected = relay.signatures.predicted(self._request)
+        placed = relay.router.place_prefill(
+            self._request, signature=expected, exclude=self._excluded
+        )
         self._record(placed)
         worker = placed.worker
         if worker.role is Role.BOTH or self._request.max_tokens == 1:

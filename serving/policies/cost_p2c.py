@@ -53,6 +53,11 @@ class CostPowerOfTwo:
 
     name = "cost_p2c"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether prefill choices want the request's predicted signature."""
+        return self.options.look_ahead
+
     def __init__(self, options: CostPowerOfTwoOptions | None = None) -> None:
         self.options = options or CostPowerOfTwoOptions()
         self._decode = ExpertCost()

@@ -216,13 +216,18 @@ class RouterService:
     def _place(self, request: Request, prefill_only: bool) -> _OpenRoute:
         if self._relay.runs(request.request_id):
             raise InvalidRequest("request_id", request.request_id, "is running through Generate")
+        expected = None
+        if not prefill_only or self._router.looks_ahead:
+            expected = self._relay.signatures.predicted(request)
         route = _OpenRoute(
-            request=request, prefill_only=prefill_only, prefill=self._router.place_prefill(request)
+            request=request,
+            prefill_only=prefill_only,
+            prefill=self._router.place_prefill(request, signature=expected),
         )
         self._record(route.prefill)
         if not prefill_only:
             try:
-                self._place_decode(route, self._relay.signatures.predicted(request))
+                self._place_decode(route, expected)
             except Exception:
                 self._router.failed(request.request_id, OutcomeStatus.REJECTED, "NO_DECODE_WORKER")
                 raise
