@@ -22,7 +22,7 @@ from kernels.expert_histogram.errors import HistogramArgumentError
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("jax", "jaxlib", "libtpu", "triton")
-_COLUMNS = "| chip | E | K | B | T | kernel us | total us | HBM floor us | ratio |"
+_COLUMNS = "| chip | E | K | B | T | kernel us | profile us | total us | HBM floor us | ratio |"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class BenchConfig:
         block_sizes: B.
         tokens: T.
         num_layers: L.
+        profile: also ask for the compiler's static profile.
         out: JSON file, or None.
     """
 
@@ -45,6 +46,7 @@ class BenchConfig:
     block_sizes: tuple[int, ...]
     tokens: tuple[int, ...]
     num_layers: int
+    profile: bool
     out: Path | None
 
     def __post_init__(self) -> None:
@@ -108,7 +110,7 @@ def _tpu_rows(config: BenchConfig, report_line: Callable[[str], None]) -> list[d
     report_line(f"{_COLUMNS}\n{'|---' * _COLUMNS.count(' | ')}|---|")
     rows = []
     for chip in config.chips:
-        for spec, answer in compile_calls(chip, config.specs()):
+        for spec, answer in compile_calls(chip, config.specs(), profile=config.profile):
             rows.append({"chip": chip, **_sizes(spec), **answer})
             report_line(_markdown(rows[-1], tpu_compile.CHIPS[chip].clock_hz))
     return rows
@@ -127,16 +129,18 @@ def _markdown(row: dict, clock_hz: float) -> str:
     sizes = f"| {row['chip']} | {row['num_experts']} | {row['top_k']} | {row['block_size']} "
     sizes += f"| {row['num_tokens']} |"
     if "error" in row:
-        return f"{sizes} {row['error']} | | | |"
+        return f"{sizes} {row['error']} | | | | |"
     kernel_us = row["kernel_bundles"] / clock_hz * 1e6
     ratio = row["static_us"] / row["floor_us"]
+    profile_us = "" if row["profile_us"] is None else f"{row['profile_us']:.2f}"
     return (
-        f"{sizes} {kernel_us:.2f} | {row['static_us']:.2f} | {row['floor_us']:.2f} | {ratio:.1f} |"
+        f"{sizes} {kernel_us:.2f} | {profile_us} | {row['static_us']:.2f} | {row['floor_us']:.2f} "
+        f"| {ratio:.1f} |"
     )
 
 
 def compile_calls(
-    chip: str, specs: Sequence[HistogramSpec]
+    chip: str, specs: Sequence[HistogramSpec], *, profile: bool = False
 ) -> Iterable[tuple[HistogramSpec, dict]]:
     """Compiles calls for a chip and estimates their times.
 
@@ -145,6 +149,7 @@ def compile_calls(
     Args:
         chip: name of `tpu_compile.CHIPS`.
         specs: the calls.
+        profile: also ask for the compiler's static profile.
 
     Yields:
         Each call with its `tpu_compile.KernelTime` fields, or {"error": TEXT}.
@@ -158,6 +163,7 @@ def compile_calls(
                     "-m",
                     "kernels.expert_histogram.bench_worker_main",
                     f"--dump_folder={folder}",
+                    f"--profile={profile}",
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

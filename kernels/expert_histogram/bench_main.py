@@ -22,6 +22,9 @@ _TOP_KS = flags.DEFINE_list("top_ks", ["4", "8"], "Experts per token K.")
 _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["16", "64", "128", "1024"], "KV block sizes B.")
 _TOKENS = flags.DEFINE_list("tokens", ["512", "2048", "8192"], "Tokens per step T.")
 _LAYERS = flags.DEFINE_integer("layers", 48, "MoE layers L.", lower_bound=1)
+_PROFILE = flags.DEFINE_boolean(
+    "profile", False, "Also ask for the compiler's static profile; it aborts for some chips."
+)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.")
 
 
@@ -44,6 +47,7 @@ def main(argv: list[str]) -> None:
             block_sizes=_numbers("block_sizes", _BLOCK_SIZES.value),
             tokens=_numbers("tokens", _TOKENS.value),
             num_layers=_LAYERS.value,
+            profile=_PROFILE.value,
             out=None if _OUT.value is None else Path(_OUT.value),
         )
         config.specs()

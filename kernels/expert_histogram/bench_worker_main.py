@@ -18,11 +18,12 @@ from kernels.expert_histogram.arg_specs import HistogramSpec
 _DUMP_FOLDER = flags.DEFINE_string(
     "dump_folder", None, "Empty folder for the compiler's schedules.", required=True
 )
+_PROFILE = flags.DEFINE_boolean("profile", False, "Also read the compiler's static profile.")
 
 
-def run(dump_folder: Path) -> None:
+def run(dump_folder: Path, *, profile: bool) -> None:
     """Answers requests from standard input until it ends."""
-    tpu_compile.prepare_process(dump_folder)
+    tpu_compile.prepare_process(dump_folder, profile=profile)
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -36,7 +37,7 @@ def run(dump_folder: Path) -> None:
 def main(argv: list[str]) -> None:
     """Flags -> run."""
     del argv
-    run(Path(_DUMP_FOLDER.value))
+    run(Path(_DUMP_FOLDER.value), profile=_PROFILE.value)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from kernels.expert_histogram.tuned import LANES, TPU_CONFIGS
 _KERNEL_NAME = "expert_histogram"
 _FINAL_BUNDLES = re.compile(r"^\d+-(?P<op>.+)-\d\d-final_bundles\.txt$")
 _NOT_AN_OP = re.compile(r"^(TLP|<.*>)$")
+_PROFILED_CYCLES = re.compile(r"estimated_cycles: (\d+)")
+_PROFILE_FOLDER = "profile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,9 @@ class KernelTime:
     Attributes:
         kernel_bundles: instruction bundles that the kernel issues.
         other_bundles: bundles of the operations that XLA puts around it, each counted once.
-        compute_us: both, at the chip's clock.
+        profile_us: the compiler's own estimate of kernel and surroundings, at the chip's
+            clock; None unless asked for. It adds memory traffic instead of overlapping it.
+        compute_us: kernel and surroundings by bundles, at the chip's clock.
         floor_us: time to read the ids and write the counts once.
         static_us: the longer of the two, and the first read and last write, which nothing
             overlaps.
@@ -69,6 +73,7 @@ class KernelTime:
 
     kernel_bundles: int
     other_bundles: int
+    profile_us: float | None
     compute_us: float
     floor_us: float
     static_us: float
@@ -79,8 +84,21 @@ def has_libtpu() -> bool:
     return find_spec("libtpu") is not None
 
 
-def set_compiler_environment(environment: MutableMapping[str, str], dump_folder: Path) -> None:
-    """Sets what libtpu reads: no chip to look for, schedules into `dump_folder`."""
+def set_compiler_environment(
+    environment: MutableMapping[str, str], dump_folder: Path, *, profile: bool = False
+) -> None:
+    """Sets what libtpu reads: no chip to look for, schedules into `dump_folder`.
+
+    Args:
+        environment: of the process, before libtpu is loaded.
+        dump_folder: existing folder.
+        profile: also write the compiler's static profile, which takes the process down for
+            some chips and kernels.
+    """
+    arguments = f"--xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_pass_label_regex=final.*"
+    if profile:
+        (dump_folder / _PROFILE_FOLDER).mkdir(exist_ok=True)
+        arguments += f" --xla_jf_dump_static_llo_profile_to={dump_folder / _PROFILE_FOLDER}"
     environment.update(
         {
             "JAX_PLATFORMS": "cpu",
@@ -88,9 +106,7 @@ def set_compiler_environment(environment: MutableMapping[str, str], dump_folder:
             "TPU_ACCELERATOR_TYPE": "v6e-4",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": (
-                f"--xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_pass_label_regex=final.*"
-            ),
+            "LIBTPU_INIT_ARGS": arguments,
         }
     )
 
@@ -110,8 +126,9 @@ def compile_and_time(chip: str, spec: HistogramSpec, dump_folder: Path) -> Kerne
     Raises:
         ScheduleError: the schedule is not that of the kernel's source.
     """
-    for path in dump_folder.iterdir():
-        path.unlink()
+    for path in dump_folder.rglob("*"):
+        if path.is_file():
+            path.unlink()
     compile_for(chip, spec)
     layout = layout_of(spec, TPU_CONFIGS[chip])
     kernel_bundles = other_bundles = 0
@@ -124,7 +141,14 @@ def compile_and_time(chip: str, spec: HistogramSpec, dump_folder: Path) -> Kerne
             kernel_bundles = schedule.cycles(loop_trip_counts(layout))
         else:
             other_bundles += schedule.num_bundles
-    return _time(chip, layout, kernel_bundles, other_bundles)
+    return _time(chip, layout, kernel_bundles, other_bundles, _profiled_cycles(dump_folder))
+
+
+def _profiled_cycles(dump_folder: Path) -> int | None:
+    """Cycles of all operations by the compiler's static profile; None if there is none."""
+    texts = [path.read_text() for path in (dump_folder / _PROFILE_FOLDER).glob("*.textproto")]
+    found = [_PROFILED_CYCLES.search(text) for text in texts]
+    return sum(int(match[1]) for match in found if match) if texts else None
 
 
 def compile_for(chip: str, spec: HistogramSpec) -> jax.stages.Compiled:
@@ -175,7 +199,13 @@ def loop_trip_counts(layout: Layout) -> list[int]:
     return trips
 
 
-def _time(chip: str, layout: Layout, kernel_bundles: int, other_bundles: int) -> KernelTime:
+def _time(
+    chip: str,
+    layout: Layout,
+    kernel_bundles: int,
+    other_bundles: int,
+    profiled_cycles: int | None,
+) -> KernelTime:
     spec, facts = layout.spec, CHIPS[chip]
     itemsize = spec.dtype.itemsize
     token_bytes = spec.num_layers * spec.top_k * 4 + 4
@@ -188,12 +218,13 @@ def _time(chip: str, layout: Layout, kernel_bundles: int, other_bundles: int) ->
     return KernelTime(
         kernel_bundles=kernel_bundles,
         other_bundles=other_bundles,
+        profile_us=None if profiled_cycles is None else profiled_cycles / facts.clock_hz * 1e6,
         compute_us=compute_us,
         floor_us=floor_us,
         static_us=max(compute_us, floor_us) + exposed_us if kernel_bundles else float("nan"),
     )
 
 
-def prepare_process(dump_folder: Path) -> None:
+def prepare_process(dump_folder: Path, *, profile: bool = False) -> None:
     """Makes this process compile under `dump_folder`; call before anything touches libtpu."""
-    set_compiler_environment(os.environ, dump_folder)
+    set_compiler_environment(os.environ, dump_folder, profile=profile)

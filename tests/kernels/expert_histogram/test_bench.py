@@ -22,6 +22,7 @@ def config(**changes):
         "block_sizes": (128,),
         "tokens": (512,),
         "num_layers": 8,
+        "profile": False,
         "out": None,
     }
     return bench.BenchConfig(**(fields | changes))
