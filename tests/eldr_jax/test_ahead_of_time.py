@@ -177,3 +177,25 @@ def test_a_model_larger_than_the_slice_exits_3():
     )
     assert done.returncode == 3
     assert "out of memory: prefill of 128 tokens needs" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_model_that_fits_is_compiled_reported_and_exported(tmp_path):
+    out, folder = tmp_path / "report.json", tmp_path / "programs"
+    done = run_command(
+        "--model=configs/models/eldr_ref.yaml",
+        "--target=v6e:2x2",
+        "--buckets=128",
+        "--decode_batches=8",
+        f"--out={out}",
+        f"--export={folder}",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["mesh"] == {"data": 1, "expert": 4, "tensor": 1}
+    for row in (report["buckets"][0], report["decode"][0]):
+        # So small a model spends a tenth on norms and choices, which shapes do not count.
+        assert 1.0 <= row["compiler_flops"] / row["expected_compiler_flops"] < 1.3
+        assert row["histogram"]["kernel_cycles"] > 0
+    for name in ("prefill_128", "decode_8"):
+        assert b"StableHLO_v" in (folder / f"{name}.stablehlo").read_bytes()[:64]
