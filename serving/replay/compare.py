@@ -164,9 +164,14 @@ def _best(
     baselines: Sequence[str],
     metric: str,
 ) -> str | None:
+    if not baselines:
+        return None
+    # Seeds that all of them have: a replay that was stopped early may lack some of the last.
+    seeds = set.intersection(*(set(table[cell, policy]) for policy in baselines))
     means = {}
     for policy in baselines:
-        values = [m[metric] for m in table[cell, policy].values() if metric in m]
+        runs = [table[cell, policy][seed] for seed in sorted(seeds)]
+        values = [run[metric] for run in runs if metric in run]
         if values:
             means[policy] = float(np.mean(values))
     return min(means, key=lambda name: means[name]) if means else None

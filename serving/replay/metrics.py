@@ -39,6 +39,8 @@ def run_metrics(outcome: Outcome, workload: Workload, seed: int) -> dict[str, fl
         "end_s": outcome.end_s,
         "rate_per_s": workload.rate_per_s,
     }
+    if workload.shift < len(workload):
+        found["shift_request"] = float(workload.shift - measured.start)
     if steps:
         found |= {
             "distinct_experts_per_step": token_experts / tokens / workload.bank.header.num_layers,

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 # A run that is kept is a function of what it is keyed by and of this code.
 _RUN_VERSION = "2"
 _RECORD_SHARE = 0.002
-_REFERENCES = ("eldr_online",)
+_REFERENCES = ("eldr_online", "eldr_static", "expert_cost")
 _MAX_LEARNED = 8
 
 Told = Callable[[str, int], None]

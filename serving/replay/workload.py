@@ -37,6 +37,7 @@ class Workload:
         band: what the router is told of a length, None for the request's own.
         max_tokens: the client's limit, 0 for the request's own length.
         rate_per_s: mean rate of a drawn process, 0 for a trace.
+        shift: first request of the mix after a drift, N without one.
     """
 
     bank: RoutingBank
@@ -49,6 +50,7 @@ class Workload:
     band: LengthBand | None
     max_tokens: int
     rate_per_s: float
+    shift: int
 
     def __len__(self) -> int:
         """N."""
@@ -140,6 +142,7 @@ def build_workload(
         band=_band(scenario, output),
         max_tokens=scenario.requests.max_tokens,
         rate_per_s=rate,
+        shift=_shift(scenario, num),
     )
 
 
@@ -216,7 +219,7 @@ def _prompts(
     scenario: Scenario, bank: RoutingBank, num: int, rng: np.random.Generator
 ) -> np.ndarray:
     drift = scenario.drift
-    shift = round(num * min(1.0, drift.at_share))
+    shift = _shift(scenario, num)
     parts = []
     for names, count in ((drift.before, shift), (drift.after, num - shift)):
         if count == 0:
@@ -237,6 +240,10 @@ def _prompts(
             rounds = -(-count // len(allowed))
             parts.append(np.concatenate([rng.permutation(allowed) for _ in range(rounds)])[:count])
     return np.concatenate(parts)
+
+
+def _shift(scenario: Scenario, num: int) -> int:
+    return round(num * scenario.drift.at_share)
 
 
 def _phases(

@@ -1,0 +1,211 @@
+"""The results page: what the suite's reports say of ELDR's claim, beside what ELDR published.
+
+Every figure is read from a `report.json`; a cell that has not run is said to be missing. Bars
+are printed with what was measured, whether they hold or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from serving.replay.compare import BEST, Comparison, RunResult
+from serving.replay.report import Report
+
+P50, P99, MEAN = "tpot_ms_p50", "tpot_ms_p99", "tpot_ms_mean"
+ONLINE, RULE = "eldr_online", "expert_cost"
+MISSING = "not run"
+
+
+class PublishedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published row: P50 and P99 against the best of four, percent."""
+
+    workload: str
+    model: str
+    artefact: tuple[float, float]
+    paper: tuple[float, float]
+
+
+class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`published.yaml`."""
+
+    schema_version: int
+    results: tuple[PublishedResult, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Something that should hold.
+
+    Attributes:
+        text: the bar.
+        measured: what was found.
+        holds: None when its cells have not run.
+    """
+
+    text: str
+    measured: str
+    holds: bool | None
+
+    def line(self) -> str:
+        """As the page prints it."""
+        state = {True: "holds", False: "**missed**", None: MISSING}[self.holds]
+        return f"| {self.text} | {self.measured} | {state} |"
+
+
+class Found:
+    """Look-ups in the reports of a suite, by cell."""
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        self.reports = tuple(reports)
+        self._table = {
+            (item.cell, item.policy, item.against, item.metric): item
+            for report in reports
+            for item in report.comparisons
+        }
+        self.runs: dict[tuple[str, str], list[RunResult]] = {}
+        for report in reports:
+            for run in report.cells:
+                self.runs.setdefault((run.cell, run.policy), []).append(run)
+
+    def get(self, cell: str, policy: str, metric: str, against: str = BEST) -> Comparison | None:
+        """A comparison, None when it was not made."""
+        return self._table.get((cell, policy, against, metric))
+
+    def cells(self, prefix: str = "") -> list[str]:
+        """Cells that ran, in order, without the means over groups."""
+        names = dict.fromkeys(run.cell for report in self.reports for run in report.cells)
+        return [name for name in names if name.startswith(prefix)]
+
+    def metric(self, cell: str, policy: str, name: str) -> float | None:
+        """A metric's mean over seeds."""
+        values = [r.metrics[name] for r in self.runs.get((cell, policy), []) if name in r.metrics]
+        return float(np.mean(values)) if values else None
+
+
+def pct(item: Comparison | None, *, interval: bool = True) -> str:
+    """A comparison as text: mean and, with several seeds, its interval."""
+    if item is None:
+        return MISSING
+    text = f"{item.mean_pct:+.1f}"
+    if interval and len(item.per_seed_pct) > 1:
+        text += f" ({item.ci_low_pct:+.1f}..{item.ci_high_pct:+.1f})"
+    return text
+
+
+def main_table(found: Found, published: Sequence[PublishedResult]) -> list[str]:
+    """The claim: both workloads, every load and their mean, and the published rows."""
+    lines = [
+        "| cell | ELDR online P50 / P99 | expert_cost P50 / P99 | expert_cost against ELDR online "
+        "P50 / P99 / mean | seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for workload in ("task", "language"):
+        cells = found.cells(f"{workload}-batch-")
+        for cell in [*cells, f"mean over {workload}"]:
+            lines.append(_main_row(found, cell, cell.replace(f"{workload}-batch-", "batch ")))
+            if not cell.startswith("mean"):
+                lines[-1] = lines[-1].replace("| batch", f"| {workload}, batch", 1)
+        for row in published:
+            if row.workload == workload:
+                lines.append(
+                    f"| *published, {workload}, {row.model}: artefact; paper* | "
+                    f"*{row.artefact[0]:+.1f} / {row.artefact[1]:+.1f}; "
+                    f"{row.paper[0]:+.1f} / {row.paper[1]:+.1f}* | | | 1 |"
+                )
+    return lines
+
+
+def _main_row(found: Found, cell: str, name: str) -> str:
+    online, rule = ((found.get(cell, p, P50), found.get(cell, p, P99)) for p in (ONLINE, RULE))
+    against = [found.get(cell, RULE, metric, ONLINE) for metric in (P50, P99, MEAN)]
+    seeds = len(rule[0].per_seed_pct) if rule[0] else 0
+    return (
+        f"| {name} | {pct(online[0], interval=False)} / {pct(online[1], interval=False)} | "
+        f"{pct(rule[0])} / {pct(rule[1])} | {' / '.join(pct(item) for item in against)} | {seeds} |"
+    )
+
+
+def policies_table(found: Found, cells: Sequence[str], policies: Sequence[str]) -> list[str]:
+    """P50 / P99 against the best of four: a row per cell, a column per policy."""
+    lines = [f"| cell | {' | '.join(policies)} |", "|---" * (len(policies) + 1) + "|"]
+    for cell in cells:
+        columns = []
+        for policy in policies:
+            items = found.get(cell, policy, P50), found.get(cell, policy, P99)
+            columns.append("" if items == (None, None) else " / ".join(map(pct, items)))
+        if any(columns):
+            lines.append(f"| {cell} | {' | '.join(columns)} |")
+    return lines
+
+
+def ablation_table(found: Found, cell: str, policies: Sequence[tuple[str, str]]) -> list[str]:
+    """Variants of ELDR's rule against ELDR's rule itself, with Holm's p over all rows.
+
+    Args:
+        found: the reports.
+        cell: where they ran.
+        policies: (variant, what it is compared with).
+    """
+    lines = ["| variant | against | P50 | P99 | p of P99, Holm |", "|---|---|---|---|---|"]
+    for variant, against in policies:
+        items = [_paired(found, cell, variant, against, metric) for metric in (P50, P99)]
+        holm = "" if items[1] is None else f"{items[1].p_holm:.3f}"
+        lines.append(f"| {variant} | {against} | {pct(items[0])} | {pct(items[1])} | {holm} |")
+    return lines
+
+
+def _paired(found: Found, cell: str, policy: str, against: str, metric: str) -> Comparison | None:
+    return found.get(cell, policy, metric, against)
+
+
+def share_of(found: Found, part: tuple[str, str], whole: tuple[str, str], metric: str) -> float:
+    """A gain over another gain, both against their cells' best of four; nan where one is missing.
+
+    Args:
+        found: the reports.
+        part: (cell, policy) of the gain asked about.
+        whole: (cell, policy) of the full gain.
+        metric: of both.
+    """
+    mine = found.get(part[0], part[1], metric)
+    full = found.get(whole[0], whole[1], metric)
+    if mine is None or full is None or full.mean_pct >= 0:
+        return float("nan")
+    return mine.mean_pct / full.mean_pct
+
+
+def worst(
+    found: Found, cells: Sequence[str], policy: str, metric: str, against: str = BEST
+) -> Comparison | None:
+    """The comparison with the highest mean over some cells; None when none was made."""
+    items = [found.get(cell, policy, metric, against) for cell in cells]
+    made = [item for item in items if item is not None]
+    return max(made, key=lambda item: item.mean_pct) if made else None
+
+
+def run_facts(found: Found, cells: Sequence[str], policies: Sequence[str]) -> Mapping[str, float]:
+    """How the runs behind a table were: requests, repeats, cache, width of P99's interval.
+
+    Returns:
+        `num_runs`, least `num_requests`, most `repeated` (share of measured requests), most
+        `cached_share`, median `p99_half_width_pct`, `num_rejected`.
+    """
+    runs = [run for c in cells for p in policies for run in found.runs.get((c, p), [])]
+    if not runs:
+        return {}
+    metrics = [run.metrics for run in runs]
+    widths = [
+        50.0 * (m["tpot_ms_p99_high"] - m["tpot_ms_p99_low"]) / m["tpot_ms_p99"] for m in metrics
+    ]
+    return {
+        "num_runs": float(len(runs)),
+        "num_requests": min(m["num_requests"] for m in metrics),
+        "repeated": max(m["num_repeated_prompts"] / m["num_requests"] for m in metrics),
+        "cached_share": max(m["cached_share"] for m in metrics),
+        "p99_half_width_pct": float(np.median(widths)),
+        "num_rejected": sum(m["num_rejected"] for m in metrics),
+    }

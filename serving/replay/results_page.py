@@ -1,0 +1,277 @@
+"""Puts the results page together: tables, bars, and how the runs were (see `replay/results.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from serving.replay.compare import BEST, Comparison
+from serving.replay.drift import Recovery, recovery
+from serving.replay.report import Report
+from serving.replay.results import (
+    MEAN,
+    MISSING,
+    ONLINE,
+    P50,
+    P99,
+    RULE,
+    Bar,
+    Found,
+    PublishedResult,
+    ablation_table,
+    main_table,
+    pct,
+    policies_table,
+    run_facts,
+    share_of,
+    worst,
+)
+
+_SUBSTRATES = {
+    "task-tables": "published tables as they are, task",
+    "language-tables": "published tables as they are, language",
+    "task-64": "calibrated, 64 experts, task",
+    "reference": "our reference model's own routing (6 layers, 64 experts)",
+    "none": "no structure",
+    "mixtral": "Mixtral's tables, 8 experts",
+}
+_ABLATIONS = (
+    ("eldr_no_idf", ONLINE),
+    ("eldr_no_mask", ONLINE),
+    ("eldr_tau_0", ONLINE),
+    ("eldr_tau_0.2", ONLINE),
+    ("eldr_tau_0.3", ONLINE),
+    ("eldr_static", ONLINE),
+    ("eldr_vanilla", "eldr_static"),
+    ("expert_cost_no_prior", RULE),
+    ("expert_cost_p2", RULE),
+    ("expert_cost_ema", RULE),
+)
+_DRIFTS = {"drift": "fitted on two of the domains", "drift-known": "fitted on all four"}
+_DRIFTING = ("eldr_static", ONLINE, RULE, "expert_cost_ema")
+_STRETCH = 100  # requests per value of a series, as variants.yaml asks for
+
+
+def page(reports: Sequence[Report], published: Sequence[PublishedResult]) -> list[str]:
+    """The whole page, as Markdown lines without a heading."""
+    found = Found(reports)
+    main_cells = [c for c in found.cells() if c.startswith(("task-batch-", "language-batch-"))]
+    groups = [f"mean over {group}" for group in _SUBSTRATES]
+    variants = [c for c in found.cells() if c not in main_cells and not _of_group(c)]
+    lines = [
+        "Percent against the best of random, round robin, jsq and p2c (chosen per cell and metric "
+        "by its mean over seeds), TPOT; intervals are 95% percentile bootstraps over seeds, each "
+        "seed a fresh structural draw. Arrivals are Poisson and paired with our texts: the pairing "
+        "is our composition.",
+        "",
+        *main_table(found, published),
+        "",
+        _how(found, main_cells),
+        "",
+        "Other rules, means over loads, P50 / P99:",
+        "",
+        *policies_table(
+            found,
+            ["mean over task", "mean over language"],
+            ["expert_cost_spread", "eldr_static", "domain", "p2c_work"],
+        ),
+        "",
+        "Other substrates, means over the four loads, P50 / P99 ("
+        + "; ".join(f"{key}: {text}" for key, text in _SUBSTRATES.items())
+        + "):",
+        "",
+        *policies_table(found, groups, [ONLINE, RULE]),
+        "",
+        _how(found, [c for c in found.cells() if _of_group(c)]),
+        "",
+        "Ablations, task, batch 16:",
+        "",
+        *ablation_table(found, "ablations", _ABLATIONS),
+        "",
+        "One thing changed at a time, task, batch 16 (scaling: batch 8), P50 / P99:",
+        "",
+        *policies_table(
+            found, [c for c in variants if c != "ablations"], [ONLINE, RULE, "expert_cost_guard"]
+        ),
+        "",
+        _how(found, variants),
+        "",
+        *_drift_lines(found),
+        "",
+        "| bar | measured | |",
+        "|---|---|---|",
+        *(bar.line() for bar in bars(found)),
+    ]
+    missing = sum(report.num_missing for report in reports)
+    if missing:
+        lines += ["", f"{missing} runs of the suite had not been made when this was written."]
+    return lines
+
+
+def bars(found: Found) -> list[Bar]:
+    """What must be shown, with what was."""
+    main_cells = [c for c in found.cells() if c.startswith(("task-batch-", "language-batch-"))]
+    sub_cells = [c for c in found.cells() if _of_group(c)]
+    out = []
+    for workload, p50, p99 in (("task", -10.0, -7.0), ("language", -6.0, -4.0)):
+        cell = f"mean over {workload}"
+        for metric, limit in ((P50, p50), (P99, p99)):
+            out.append(_below(found.get(cell, RULE, metric), f"{workload} {_name(metric)}", limit))
+    for metric in (P50, P99):
+        top = worst(found, [*main_cells, *sub_cells], RULE, metric)
+        text = f"expert_cost {_name(metric)} never above +1% in a cell (+2.5% upper end)"
+        holds = None if top is None else top.mean_pct <= 1.0 and top.ci_high_pct <= 2.5
+        out.append(Bar(text=text, measured=_at(top), holds=holds))
+    for workload, limit in (("task", -2.0), ("language", -4.0)):
+        item = found.get(f"mean over {workload}", RULE, P99, ONLINE)
+        out.append(_below(item, f"{workload} P99 against ELDR online", limit, clear=False))
+    top = worst(found, main_cells, RULE, MEAN, ONLINE)
+    out.append(
+        Bar(
+            text="mean TPOT within +.5% of ELDR online in every calibrated cell",
+            measured=_at(top),
+            holds=None if top is None else top.mean_pct <= 0.5,
+        )
+    )
+    for substrate in ("none", "mixtral"):
+        out.append(_no_gain(found, substrate, sub_cells))
+    out += _variant_bars(found)
+    return out
+
+
+def _variant_bars(found: Found) -> list[Bar]:
+    token = share_of(found, ("token-table", RULE), ("ablations", RULE), P50)
+    four = share_of(found, ("stale-200ms-4-routers", RULE), ("stale-0ms-1-router", RULE), P99)
+    herd = found.get("stale-1s-4-routers", RULE, P99)
+    out = [
+        _share("token-table signatures keep 60% of the P50 gain", token, 0.6),
+        _share("4 routers at 200 ms keep 70% of one router's P99 gain", four, 0.7),
+        Bar(
+            text="4 routers at 1 s do not herd: P99 at most +2%",
+            measured=pct(herd),
+            holds=None if herd is None else herd.mean_pct <= 2.0,
+        ),
+    ]
+    for cell in ("wrong-10", "wrong-30", "wrong-100"):
+        items = [found.get(cell, "expert_cost_guard", metric) for metric in (P50, P99)]
+        made = [item for item in items if item is not None]
+        out.append(
+            Bar(
+                text=f"{cell}: with the guard at most +2%",
+                measured=" / ".join(map(pct, items)) if made else MISSING,
+                holds=all(item.mean_pct <= 2.0 for item in made) if made else None,
+            )
+        )
+    for text, variant, against, metric in (
+        ("IDF helps (P50)", "eldr_no_idf", ONLINE, P50),
+        ("vanilla k-means hurts the tail", "eldr_vanilla", "eldr_static", P99),
+        ("tau 0 hurts P99", "eldr_tau_0", ONLINE, P99),
+    ):
+        item = found.get("ablations", variant, metric, against)
+        holds = None if item is None else item.mean_pct > 0 and item.p_holm < 0.05
+        out.append(Bar(text=text, measured=pct(item), holds=holds))
+    item, best = found.get("phases-200", RULE, P99, ONLINE), found.get("phases-200", RULE, P99)
+    out.append(
+        Bar(
+            text="broken assumption (one domain at a time): P99 not above ELDR online",
+            measured=f"{pct(item)}; against the best of four {pct(best)}",
+            holds=None if item is None else item.mean_pct <= 0.0,
+        )
+    )
+    return out
+
+
+def _no_gain(found: Found, substrate: str, cells: Sequence[str]) -> Bar:
+    own = [c for c in cells if c.startswith(f"{substrate}-batch-")]
+    items = [found.get(c, p, m) for c in own for p in (ONLINE, RULE) for m in (P50, P99)]
+    made = [item for item in items if item is not None]
+    furthest = max(made, key=lambda item: abs(item.mean_pct)) if made else None
+    return Bar(
+        text=f"no gain on {_SUBSTRATES[substrate]}: within 1% in every cell, both rules",
+        measured="furthest " + _at(furthest),
+        holds=None if furthest is None else abs(furthest.mean_pct) <= 1.0,
+    )
+
+
+def _below(item: Comparison | None, text: str, limit: float, *, clear: bool = True) -> Bar:
+    holds = None
+    if item is not None:
+        holds = item.mean_pct <= limit and (item.ci_high_pct < 0.0 or not clear)
+    return Bar(text=f"{text} at most {limit:+.0f}%", measured=pct(item), holds=holds)
+
+
+def _share(text: str, share: float, least: float) -> Bar:
+    if math.isnan(share):
+        return Bar(text=text, measured=MISSING, holds=None)
+    return Bar(text=text, measured=f"{100 * share:.0f}%", holds=share >= least)
+
+
+def _drift_lines(found: Found) -> list[str]:
+    lines = [
+        "Drift: code and math only, then legal and medical only, from the middle of the run on. "
+        "Gain in mean TPOT over jsq, percent, and seconds until 90% of the settled gain:",
+        "",
+        "| fit | rule | before | just after | settled | recovered after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell, fit in _DRIFTS.items():
+        for policy in _DRIFTING:
+            item = recovered(found, cell, policy)
+            if item is None:
+                continue
+            after = "never" if math.isnan(item.recover_s) else f"{item.recover_s:.0f} s"
+            lines.append(
+                f"| {fit} | {policy} | {item.before_pct:.1f} | {item.first_pct:.1f} | "
+                f"{item.settled_pct:.1f} | {after} |"
+            )
+    return lines
+
+
+def recovered(found: Found, cell: str, policy: str) -> Recovery | None:
+    """A rule's recovery in a drift cell, over the seeds that it and jsq have; None without."""
+    mine = {run.seed: run for run in found.runs.get((cell, policy), [])}
+    other = {run.seed: run for run in found.runs.get((cell, "jsq"), [])}
+    seeds = sorted(set(mine) & set(other))
+    if not seeds:
+        return None
+    metrics = mine[seeds[0]].metrics
+    num, rate = metrics["num_requests"], metrics["rate_per_s"]
+    # The mix shifts at a share of all requests, warm-up included; the series is of the measured.
+    shift = metrics["shift_request"] / _STRETCH
+    if not 0 < shift < num / _STRETCH:
+        return None
+    return recovery(
+        [mine[seed].series for seed in seeds],
+        [other[seed].series for seed in seeds],
+        shift_at=shift,
+        stretch_s=_STRETCH / rate,
+    )
+
+
+def _of_group(cell: str) -> bool:
+    return any(cell.startswith(f"{group}-batch-") for group in _SUBSTRATES)
+
+
+def _how(found: Found, cells: Sequence[str]) -> str:
+    policies = sorted({policy for _, policy in found.runs})
+    facts = run_facts(found, cells, policies)
+    if not facts:
+        return f"Runs: {MISSING}."
+    return (
+        f"{facts['num_runs']:.0f} runs of at least {facts['num_requests']:.0f} measured requests; "
+        f"repeated prompts at most {100 * facts['repeated']:.1f}% of them, prompt tokens from the "
+        f"prefix cache at most {100 * facts['cached_share']:.1f}%; half width of P99's interval "
+        f"within a run {facts['p99_half_width_pct']:.1f}% (median); {facts['num_rejected']:.0f} "
+        "requests rejected."
+    )
+
+
+def _name(metric: str) -> str:
+    return {P50: "P50", P99: "P99", MEAN: "mean"}[metric]
+
+
+def _at(item: Comparison | None) -> str:
+    if item is None:
+        return MISSING
+    against = "" if item.against == BEST else f", {item.policy}"
+    return f"{pct(item)} at {item.cell}{against}"

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serving.core.errors import ArtefactError
+from serving.replay.compare import RunResult, compare
+from serving.replay.drift import recovery
+from serving.replay.report import Report
+from serving.replay.results import Found, PublishedResult, main_table, share_of, worst
+from serving.replay.results_page import bars, page, recovered
+from serving.results_main import BEGIN, END, ResultsConfig, read_reports, replaced, run
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICIES = ("jsq", "eldr_online", "expert_cost")
+CELLS = {f"{w}-batch-{b}": w for w in ("task", "language") for b in (8, 16)}
+
+
+def result(cell: str, policy: str, seed: int, p50: float, p99: float, **more) -> RunResult:
+    metrics = {
+        "tpot_ms_p50": p50,
+        "tpot_ms_p99": p99,
+        "tpot_ms_mean": p50,
+        "tpot_ms_p99_low": 0.98 * p99,
+        "tpot_ms_p99_high": 1.02 * p99,
+        "num_requests": 400.0,
+        "num_repeated_prompts": 4.0,
+        "cached_share": 0.01,
+        "num_rejected": 0.0,
+        "rate_per_s": 20.0,
+        "shift_request": 200.0,
+    }
+    return RunResult(cell=cell, policy=policy, seed=seed, metrics=metrics, **more)
+
+
+def report_of(results: list[RunResult], groups: dict[str, str], name: str = "main") -> Report:
+    return Report(
+        schema_version=1,
+        name=name,
+        seeds=(0, 1),
+        num_missing=0,
+        sources={},
+        cells=tuple(results),
+        comparisons=tuple(
+            compare(results, groups=groups, baselines=["jsq"], references=["eldr_online"])
+        ),
+    )
+
+
+@pytest.fixture
+def main_report() -> Report:
+    values = {"jsq": (100.0, 120.0), "eldr_online": (90.0, 115.0), "expert_cost": (88.0, 108.0)}
+    results = [
+        result(cell, policy, seed, values[policy][0] + 0.1 * seed, values[policy][1])
+        for cell in CELLS
+        for seed in (0, 1)
+        for policy in POLICIES
+    ]
+    return report_of(results, CELLS)
+
+
+PUBLISHED = [
+    PublishedResult(workload="task", model="Q", artefact=(-12.2, -5.6), paper=(-13.9, -6.0))
+]
+
+
+def test_the_page_says_what_the_reports_say(main_report):
+    text = "\n".join(page([main_report], PUBLISHED))
+    rule = main_report.comparisons
+    mean = next(
+        c
+        for c in rule
+        if (c.cell, c.policy, c.against, c.metric)
+        == ("mean over task", "expert_cost", "best_of_baselines", "tpot_ms_p50")
+    )
+    assert f"{mean.mean_pct:+.1f}" in text
+    assert "-12.2 / -5.6; -13.9 / -6.0" in text
+    assert "12 runs of at least 400" not in text  # three policies, four cells, two seeds
+    assert "24 runs of at least 400 measured requests; repeated prompts at most 1.0%" in text
+    rows = main_table(Found([main_report]), PUBLISHED)
+    assert any(row.startswith("| task, batch 8 |") for row in rows)
+
+
+def test_bars_hold_miss_or_have_not_run(main_report):
+    found = {bar.text: bar for bar in bars(Found([main_report]))}
+    assert found["task P50 at most -10%"].holds
+    assert found["task P99 at most -7%"].holds
+    assert found["language P99 against ELDR online at most -4%"].holds
+    assert found["token-table signatures keep 60% of the P50 gain"].holds is None
+    worse = [
+        msgspec.structs.replace(
+            run,
+            metrics={
+                n: v * (1.5 if run.policy == "expert_cost" else 1.0) for n, v in run.metrics.items()
+            },
+        )
+        for run in main_report.cells
+    ]
+    missed = {bar.text: bar for bar in bars(Found([report_of(worse, CELLS)]))}
+    assert missed["task P50 at most -10%"].holds is False
+    assert "**missed**" in missed["task P50 at most -10%"].line()
+
+
+def test_shares_and_the_worst_cell(main_report):
+    found = Found([main_report])
+    cells = found.cells("task-batch-")
+    top = worst(found, cells, "expert_cost", "tpot_ms_p99")
+    assert top is not None
+    assert top.mean_pct == pytest.approx(-10.0)
+    assert share_of(
+        found, (cells[0], "eldr_online"), (cells[0], "expert_cost"), "tpot_ms_p99"
+    ) == pytest.approx((115 / 120 - 1) / (108 / 120 - 1))
+    assert math.isnan(share_of(found, ("none", "a"), (cells[0], "expert_cost"), "tpot_ms_p99"))
+
+
+def test_recovery_finds_when_the_gain_is_back():
+    base = [[100.0] * 12] * 2
+    mine = [[80.0] * 4 + [100.0, 98.0, 90.0] + [80.0] * 5] * 2
+    found = recovery(mine, base, shift_at=4.0, stretch_s=5.0)
+    assert found.before_pct == pytest.approx(20.0)
+    assert found.settled_pct == pytest.approx(20.0)
+    assert found.first_pct == pytest.approx(4.0)
+    assert found.recover_s == pytest.approx(15.0)
+    never = recovery([[80.0] * 4 + [101.0] * 8], [[100.0] * 12], shift_at=4.0, stretch_s=5.0)
+    assert math.isnan(never.recover_s)
+    with pytest.raises(ValueError, match="both sides"):
+        recovery(mine, base, shift_at=0.0, stretch_s=5.0)
+
+
+def test_a_drift_cell_recovers_at_the_shift_of_its_measured_requests():
+    series = {"jsq": (100.0,) * 8, "eldr_static": (80.0, 80.0, *(100.0,) * 3, *(90.0,) * 3)}
+    results = [
+        result("drift", policy, seed, 1.0, 1.0, series=values)
+        for policy, values in series.items()
+        for seed in (0, 1)
+    ]
+    found = recovered(Found([report_of(results, {})]), "drift", "eldr_static")
+    assert found is not None
+    assert found.before_pct == pytest.approx(20.0)
+    assert recovered(Found([report_of(results, {})]), "drift", "eldr_online") is None
+
+
+def test_the_page_goes_between_the_markers(main_report, tmp_path):
+    (tmp_path / "r/main").mkdir(parents=True)
+    (tmp_path / "r/main/report.json").write_bytes(msgspec.json.encode(main_report))
+    notes = tmp_path / "n.md"
+    notes.write_text(f"before\n{BEGIN}\nold figures\n{END}\nafter\n")
+    config = ResultsConfig(
+        reports=str(tmp_path / "r"),
+        published=str(ROOT / "configs/replay/eldr/published.yaml"),
+        notes=str(notes),
+    )
+    lines = run(config)
+    text = notes.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old figures" not in text
+    assert lines[0] in text
+    assert run(config) == lines
+    assert notes.read_text() == text
+
+
+def test_missing_markers_and_reports_are_named(tmp_path):
+    with pytest.raises(ArtefactError, match="begin"):
+        replaced(tmp_path / "n.md", "no markers", [])
+    with pytest.raises(ArtefactError, match=r"report\.json"):
+        read_reports(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/report.json").write_text("{}")
+    with pytest.raises(ArtefactError, match="must be a report"):
+        read_reports(tmp_path)
