@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
@@ -240,6 +241,9 @@ class App:
         config, clock = self.config, self._clock
         assembly.cost_book(config)  # what is wrong with it is told before anything starts
         self._surface = surface = assembly.cost_surface(config)
+        self._check_address()
+        if config.log.decisions:
+            self._log = FileDecisionLog(Path(config.log.decisions))
         await self._load_artefacts()
         infos = [*await self._start_embedded(), *await assembly.discover(config, clock)]
         self._check_unique(infos)
@@ -253,8 +257,6 @@ class App:
             self._engines[info.worker_id] = assembly.engine_for(config, info, clock)
         self._fleet_changed()
         await self._fit_regions(infos)
-        if config.log.decisions:
-            self._log = FileDecisionLog(Path(config.log.decisions))
         self.router = assembly.build_router(
             config,
             self.fleet,
@@ -271,6 +273,18 @@ class App:
         self._use_regions(config.router.decode_policy)
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
         await self._open_doors(facts)
+
+    def _check_address(self) -> None:
+        """Tells of an address in use before anything is compiled; gRPC binds it at the end."""
+        section = self.config.server
+        family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((section.host, section.port))
+        except OSError as error:
+            where = f"{section.host}:{section.port}"
+            raise ConfigError("server.port", where, f"cannot be bound: {error.strerror}") from error
 
     async def _load_artefacts(self) -> None:
         config = self.config
@@ -310,7 +324,7 @@ class App:
 
     async def _open_doors(self, facts: vllm_front.ServerFacts) -> None:
         config, clock, server_section = self.config, self._clock, self.config.server
-        limits = assembly.door_limits(config, facts.model)
+        limits = assembly.door_limits(config, facts.model, self.fleet.workers)
         tokenizer_path = config.model.tokenizer
         if tokenizer_path:
             self._tokenizer = await asyncio.to_thread(

@@ -272,11 +272,18 @@ async def model_facts(
     )
 
 
-def door_limits(config: ServerConfig, model: pb.GetModelInfoResponse) -> DoorLimits:
-    """What requests may ask for."""
+def door_limits(
+    config: ServerConfig, model: pb.GetModelInfoResponse, workers: Iterable[WorkerInfo]
+) -> DoorLimits:
+    """What requests may ask for: no more than the model's context and the largest KV pool."""
+    pools = [
+        worker.capabilities.num_kv_blocks * worker.capabilities.block_size_tokens
+        for worker in workers
+        if worker.role.serves(Phase.DECODE)
+    ]
     return DoorLimits(
         models=frozenset({config.model.name, *(w.variant for w in config.workers if w.variant)}),
-        max_context_tokens=model.max_context_length,
+        max_context_tokens=min(model.max_context_length, max(pools)),
         vocab_size=model.vocab_size,
         default_max_tokens=config.router.default_max_tokens,
         default_slo=config.router.default_slo,

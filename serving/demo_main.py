@@ -50,7 +50,7 @@ _TOKENS = flags.DEFINE_integer("output_tokens", 24, "Output tokens per request."
 _LOAD = flags.DEFINE_float(
     "load", 0.85, "Arrival rate over the fleet's measured capacity.", lower_bound=0.05
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of prompt order, arrivals and bootstrap.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of order, arrivals and bootstrap.", lower_bound=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,10 @@ def _check_lengths(config: DemoConfig) -> None:
     if section is None:
         raise ConfigError("embedded", None, "the demo needs an embedded fleet")
     limit = section.max_blocks_per_seq * section.block_size_tokens - config.output_tokens
+    if limit < 1:
+        context = limit + config.output_tokens
+        rule = f"must be < {context}, the fleet's context"
+        raise ConfigError("output_tokens", config.output_tokens, rule)
     for key, tokens in _token_ids(config).items():
         if not 1 <= len(tokens) <= limit:
             rule = f"must hold 1 to {limit} tokens, so that {config.output_tokens} more fit"
@@ -212,8 +216,11 @@ def main(argv: Sequence[str]) -> None:
         )
         status = asyncio.run(run(config, console))
     except EldrError as error:
-        print(error, file=sys.stderr)
+        print(f"demo_main: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("demo_main: interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(status)
 
 

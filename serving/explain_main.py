@@ -90,9 +90,9 @@ def _from_server(config: Config, server: str) -> str:
         except grpc.RpcError as error:
             code = error.code()
             if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
-                raise InvalidRequest(
-                    "request_id", config.request_id, error.details() or code.name
-                ) from error
+                details = error.details() or code.name
+                rule = details.partition(": ")[2] or details  # the door has named field and value
+                raise InvalidRequest("request_id", config.request_id, rule) from error
             rule = f"must be a reachable router ({code.name}: {error.details()})"
             raise ConfigError("--server", server, rule) from error
     return answer.text

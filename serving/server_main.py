@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from absl import app, flags
 from serving.app import App
 from serving.config import ServerConfig, load_config
 from serving.core.errors import ArtefactError, ConfigError
+from serving.stop_signals import abandon, ended_first, stop_wanted
 
 
 def define_flags() -> None:
@@ -47,23 +47,12 @@ async def run(config: ServerConfig) -> int:
     Raises:
         ConfigError, ArtefactError: the server could not start.
     """
-    loop = asyncio.get_running_loop()
-    stop_wanted = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-
-    def on_signal() -> None:
-        stop_wanted.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
+    wanted = stop_wanted()
     server = App(config, progress=_progress)
     starting = asyncio.ensure_future(server.start())
-    if not await _first(starting, stop_wanted.wait()):
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+    if not await ended_first(starting, wanted):
         print("stopped before it was ready", flush=True)
+        await abandon(starting)
         return 0
     await starting
     # Start-up leaves its garbage and its long-lived objects behind: never scan those again.
@@ -74,7 +63,7 @@ async def run(config: ServerConfig) -> int:
     print("ready", flush=True)
     failed = asyncio.ensure_future(server.until_failure())
     status = 0
-    if await _first(failed, stop_wanted.wait()):
+    if await ended_first(failed, wanted):
         print(f"a part of the server died: {failed.exception()}", file=sys.stderr, flush=True)
         status = 1
     failed.cancel()
@@ -83,14 +72,6 @@ async def run(config: ServerConfig) -> int:
     await server.stop(grace_s)
     print("stopped", flush=True)
     return status
-
-
-async def _first(work: asyncio.Future[Any], signal_wait: Coroutine[Any, Any, Any]) -> bool:
-    """Whether `work` ended before the signal came."""
-    waiting = asyncio.ensure_future(signal_wait)
-    await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    return work.done()
 
 
 def _progress(what: str, done: int, total: int) -> None:

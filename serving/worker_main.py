@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from serving.engines.embedded.config import EmbeddedWorkerConfig
 from serving.engines.embedded.worker import EmbeddedWorker
 from serving.signatures.artefact import load_artefact
 from serving.signatures.model import SignatureModel
+from serving.stop_signals import abandon, ended_first, stop_wanted
 
 _ROLE = flags.DEFINE_enum("role", "both", [r.value for r in Role], "What the worker runs.")
 _WORKER_ID = flags.DEFINE_string("worker_id", "", "Unique in the fleet; empty takes role-pid.")
@@ -86,26 +86,22 @@ async def run(config: WorkerProcessConfig) -> None:
         ConfigError, ArtefactError: settings or a learned artefact are wrong, named.
         CheckpointError, ModelConfigError: the model folder is wrong, named.
     """
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    wanted = stop_wanted()
     worker = EmbeddedWorker(
         config.worker, _runner(config), signature_model=_signature_model(config.signature)
     )
-    serving = asyncio.create_task(worker.start(warm_up=True, progress=_progress))
-    interrupted = asyncio.create_task(stopping.wait())
-    await asyncio.wait({serving, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        print("stopped while compiling", flush=True)
-        # A compilation cannot be interrupted; it is short, and the pool must not be left behind.
-    await serving
+    starting = asyncio.create_task(worker.start(warm_up=True, progress=_progress))
+    if not await ended_first(starting, wanted):
+        print("stopped before it was ready", flush=True)
+        await abandon(starting)
+        return
+    await starting
     print(
         f"ready worker_id={config.worker.worker_id} role={config.worker.role.value} "
         f"address={worker.address}",
         flush=True,
     )
-    await interrupted
+    await wanted.wait()
     print(f"draining for at most {config.drain_s:g} s", flush=True)
     await worker.stop(config.drain_s)
     print("stopped", flush=True)

@@ -22,6 +22,7 @@ from serving.demo.accounting import Step
 from serving.proto import embedded_pb2, embedded_pb2_grpc, router_pb2, router_pb2_grpc
 
 _FLUSH_WAIT_S = 10.0
+_MAX_ID = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,21 @@ def read_prompts(path: Path) -> list[Prompt]:
         for field in ("id", "prompt"):
             if not isinstance(row.get(field), str) or not row[field]:
                 raise ConfigError(f"{where}.{field}", row.get(field), "must be a non-empty string")
+            if not _is_unicode(row[field]) or (field == "id" and len(row["id"]) > _MAX_ID):
+                rule = f"must be valid Unicode, an id of at most {_MAX_ID} characters"
+                raise ConfigError(f"{where}.{field}", row[field], rule)
         if row["id"] in prompts:
             raise ConfigError(f"{where}.id", row["id"], "must be unique in the file")
         domain = str(row.get("domain", ""))
         prompts[row["id"]] = Prompt(key=row["id"], domain=domain, text=row["prompt"])
-    if not prompts:
-        raise ConfigError("prompts", str(path), "must hold at least one prompt")
+    if len(prompts) < 2:
+        raise ConfigError("prompts", str(path), "must hold two prompts or more: one is no batch")
     return list(prompts.values())
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell lone surrogates, which no tokenizer and no message takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class DemoClient:

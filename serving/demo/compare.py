@@ -84,7 +84,7 @@ def compare(
     rng: np.random.Generator,
     *,
     num_draws: int = 2000,
-) -> Comparison:
+) -> Comparison | None:
     """Distinct experts per step, policy against baseline.
 
     Round i of both sent the same prompts at the same times; a draw takes the same resampled
@@ -97,12 +97,16 @@ def compare(
         rng: for the bootstrap.
         num_draws: bootstrap draws.
 
+    Returns:
+        None when no prompt was weighed on both sides. A round without one counts for nothing.
+
     Raises:
-        ValueError: no rounds, differing numbers of rounds, or a round without common prompts.
+        ValueError: the numbers of rounds differ.
     """
-    if not policy or len(policy) != len(baseline):
-        raise ValueError(f"{len(policy)=} and {len(baseline)=} must be equal and positive")
-    rounds = [_paired(ours, theirs) for ours, theirs in zip(policy, baseline, strict=True)]
+    pairs = [_paired(ours, theirs) for ours, theirs in zip(policy, baseline, strict=True)]
+    rounds = [pair for pair in pairs if len(pair)]
+    if not rounds:
+        return None
     sums = np.zeros((num_draws, 4))
     for pair in rounds:
         drawn = rng.integers(0, len(pair), (num_draws, len(pair)))
@@ -119,8 +123,6 @@ def compare(
 def _paired(ours: Mapping[str, Weighed], theirs: Mapping[str, Weighed]) -> np.ndarray:
     """float64 [prompts, 4]: experts and weight of the policy, then of the baseline."""
     common = sorted(ours.keys() & theirs.keys())
-    if not common:
-        raise ValueError("a round has no prompt that both policies finished")
     return np.array([[*ours[key], *theirs[key]] for key in common])
 
 

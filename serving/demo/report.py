@@ -54,7 +54,9 @@ def summarise_runs(runs: Sequence[Run], *, seed: int) -> dict[str, Any]:
     }
     expected = experts_by_batch(step for run in by_policy[BASELINE] for step in run.steps)
 
-    def against_baseline(weigh: Callable[[Run], Mapping[str, Weighed]]) -> dict[str, Comparison]:
+    def against_baseline(
+        weigh: Callable[[Run], Mapping[str, Weighed]],
+    ) -> dict[str, Comparison | None]:
         base = [weigh(run) for run in by_policy[BASELINE]]
         return {
             name: compare([weigh(run) for run in mine], base, np.random.default_rng(seed))
@@ -87,9 +89,10 @@ def summary_json(
     }
 
 
-def _intervals(comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
+def _intervals(comparisons: Mapping[str, Comparison | None]) -> dict[str, Any]:
     return {
-        name: {
+        name: comparison
+        and {
             "mean_pct": comparison.mean_pct,
             "ci_low_pct": comparison.low_pct,
             "ci_high_pct": comparison.high_pct,
@@ -111,7 +114,7 @@ def table_of(policies: Mapping[str, Mapping[str, float]]) -> Table:
     return table
 
 
-def comparison_line(name: str, plain: Comparison, equal_batch: Comparison) -> str:
+def comparison_line(name: str, plain: Comparison | None, equal_batch: Comparison | None) -> str:
     """One policy against the baseline, in a sentence."""
     return (
         f"{name} against {BASELINE}: {_interval(plain)} distinct experts per step; "
@@ -119,5 +122,7 @@ def comparison_line(name: str, plain: Comparison, equal_batch: Comparison) -> st
     )
 
 
-def _interval(comparison: Comparison) -> str:
+def _interval(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return "(too few steps)"
     return f"{comparison.mean_pct:+.1f}% ({comparison.low_pct:+.1f} .. {comparison.high_pct:+.1f})"

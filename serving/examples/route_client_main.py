@@ -24,12 +24,16 @@ from serving.core import metadata as keys
 from serving.engines.grpc_errors import rich_details
 from serving.proto import router_pb2, router_pb2_grpc
 
+_MAX_INT32 = 2**31 - 1
+
 
 def define_flags() -> None:
     """Declares the flags; done when run, so that importing this module declares none."""
     flags.DEFINE_string("server", "127.0.0.1:50051", "host:port of the router.")
     flags.DEFINE_string("text", "", "The prompt.")
-    flags.DEFINE_integer("max_tokens", 32, "Output tokens at most.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_tokens", 32, "Output tokens at most.", lower_bound=1, upper_bound=_MAX_INT32
+    )
     flags.DEFINE_enum("slo_class", "B", ["A", "B", "C"], "Service class.")
     flags.DEFINE_list("route_only", [], "Token ids to place without generating.")
 
@@ -138,18 +142,26 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     if bool(given.text) == bool(given.route_only):
         _refuse("text", given.text, "give exactly one of --text and --route_only")
-    if not given.server.rpartition(":")[2].isdecimal():
+    if _number(given.server.rpartition(":")[2], 65535) is None:
         _refuse("server", given.server, "must be HOST:PORT")
-    if not all(item.isascii() and item.isdigit() for item in given.route_only):
+    token_ids = [_number(item, _MAX_INT32) for item in given.route_only]
+    if None in token_ids:
         _refuse("route_only", ",".join(given.route_only), "must be comma-separated token ids")
     config = ClientConfig(
         server=given.server,
         text=given.text,
-        token_ids=tuple(int(item) for item in given.route_only),
+        token_ids=tuple(token for token in token_ids if token is not None),
         max_tokens=given.max_tokens,
         slo_class=given.slo_class,
     )
     sys.exit(asyncio.run(run(config)))
+
+
+def _number(text: str, largest: int) -> int | None:
+    """A number in [0, largest], or None."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(largest))):
+        return None
+    return int(text) if int(text) <= largest else None
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -36,15 +36,27 @@ class DrainGate:
         Raises:
             Rejected: the server is draining.
         """
-        self.check()
-        self._num_running += 1
-        self._idle.clear()
+        self.arrive()
         try:
             yield
         finally:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._idle.set()
+            self.leave()
+
+    def arrive(self) -> None:
+        """Takes one request in that says itself when it has ended: `leave` must follow.
+
+        Raises:
+            Rejected: the server is draining.
+        """
+        self.check()
+        self._num_running += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """One that arrived has ended."""
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._idle.set()
 
     def check(self) -> None:
         """Refuses when draining, for work that does not stay inside.

@@ -18,7 +18,6 @@ import msgspec
 from serving.core.clock import Clock
 from serving.core.decision import OutcomeStatus, encode_line
 from serving.core.errors import InvalidRequest, LeaseError, UnknownRequest
-from serving.core.lease import Lease
 from serving.core.placed import Placed
 from serving.core.request import Request
 from serving.core.router import Router
@@ -78,23 +77,13 @@ class RouterService:
         self._clock = clock
         self._open: dict[str, _OpenRoute] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Routes whose client has not reported an end."""
-        return len(self._open)
-
-    def expire(self, now_s: float) -> list[Lease]:
-        """Takes back leases nobody reported or renewed; called by the sweep.
-
-        Returns:
-            What was taken back.
-        """
-        expired = self._router.expire(now_s)
+    def expire(self, now_s: float) -> None:
+        """Takes back leases nobody reported or renewed; called by the sweep."""
+        self._router.expire(now_s)
         # A lease may also go because its worker did; then the client has its time to report.
         for request_id in [r for r, route in self._open.items() if route.latest_s <= now_s]:
             if all(self._router.fleet.lease_of(request_id, phase) is None for phase in Phase):
-                del self._open[request_id]
-        return expired
+                self._close(request_id)
 
     def holds(self, request_id: str) -> bool:
         """Whether a request of that id is open."""
@@ -139,8 +128,9 @@ class RouterService:
         if event == "done":
             done = message.done
             for name in ("ttft_s", "tpot_s"):
-                if not 0 <= getattr(done, name) < float("inf"):
-                    raise InvalidRequest(f"done.{name}", getattr(done, name), "must be >= 0")
+                value = getattr(done, name)
+                if not 0 <= value < float("inf"):
+                    raise InvalidRequest(f"done.{name}", value, "must be finite and >= 0")
             router.done(
                 request_id,
                 num_output_tokens=done.num_output_tokens,
@@ -154,7 +144,7 @@ class RouterService:
                 message.failed.reason or "UNKNOWN",
                 num_output_tokens=message.failed.num_output_tokens,
             )
-        del self._open[request_id]
+        self._close(request_id)
         return pb.ReportResponse()
 
     async def Renew(
@@ -231,8 +221,13 @@ class RouterService:
             except Exception:
                 self._router.failed(request.request_id, OutcomeStatus.REJECTED, "NO_DECODE_WORKER")
                 raise
+        self._gate.arrive()  # a drain waits for its end: the client still has to report
         self._open[request.request_id] = route
         return route
+
+    def _close(self, request_id: str) -> None:
+        del self._open[request_id]
+        self._gate.leave()
 
     def _place_decode(self, route: _OpenRoute, signature: Signature | None) -> Placed:
         route.decode = self._router.place_decode(

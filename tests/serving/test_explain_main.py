@@ -88,7 +88,7 @@ def server():
         def Explain(self, request, context):
             if request.request_id == "known":
                 return router_pb2.ExplainResponse(text="request known\n")
-            context.abort(grpc.StatusCode.NOT_FOUND, "no decision of it is kept in memory")
+            context.abort(grpc.StatusCode.NOT_FOUND, "request_id='other': no decision is kept")
 
     door = grpc.server(futures.ThreadPoolExecutor(1))
     router_pb2_grpc.add_RouterServicer_to_server(Door(), door)
@@ -100,5 +100,5 @@ def server():
 
 def test_a_running_router_is_asked(server):
     assert run(Config(server=server, request_id="known")) == "request known\n"
-    with pytest.raises(InvalidRequest, match="no decision of it is kept"):
+    with pytest.raises(InvalidRequest, match=r"^request_id='other': no decision is kept$"):
         run(Config(server=server, request_id="other"))

@@ -114,3 +114,21 @@ def test_a_process_serves_and_drains_on_sigterm():
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.e2e
+def test_a_worker_told_to_stop_compiles_no_further():
+    process = start(f"--model={MODEL}", "--role=both", "--num_blocks=32")
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("compiled 1 of 6"), first
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert rest.startswith("stopped before it was ready\n")
+        assert "ready worker_id" not in rest
+        assert "compiled 4" not in rest
+    finally:
+        process.kill()
+        process.communicate()

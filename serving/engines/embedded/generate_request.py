@@ -217,6 +217,8 @@ def _sampling(request: pb.GenerateRequest, limits: Limits) -> Sampling:
 
 
 def _seed_of(request_id: str) -> int:
+    # A request resumed after a loss comes as "id~1" (serving/engines/journey.py): the same draws.
+    request_id = request_id.partition("~")[0]
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
 
 

@@ -13,6 +13,7 @@ and busy clock (`busy_s`).
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -47,6 +48,10 @@ _SERVER_OPTIONS = (
 )
 _DRAIN_POLL_S = 0.02
 _CLOSE_GRACE_S = 1.0
+
+
+class _GivenUpError(Exception):
+    """Nobody waits for the compilation any more."""
 
 
 class EmbeddedWorker:
@@ -138,7 +143,12 @@ class EmbeddedWorker:
             ConfigError: the address cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
-        pool = await asyncio.to_thread(self._new_pool, warm_up, progress)
+        given_up = threading.Event()
+        try:
+            pool = await asyncio.to_thread(self._new_pool, warm_up, progress, given_up)
+        except asyncio.CancelledError:
+            given_up.set()  # a thread cannot be cancelled: it ends after the bucket it compiles
+            raise
         server, servicer = self._build_server()
         try:
             self.port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
@@ -179,11 +189,22 @@ class EmbeddedWorker:
             await self._puller.close()
         await asyncio.to_thread(self._steps.join)
 
-    def _new_pool(self, warm_up: bool, progress: Callable[[int, int], None] | None) -> KvPool:
+    def _new_pool(
+        self,
+        warm_up: bool,
+        progress: Callable[[int, int], None] | None,
+        given_up: threading.Event,
+    ) -> KvPool:
+        def after_each(done: int, total: int) -> None:
+            if given_up.is_set():
+                raise _GivenUpError
+            if progress is not None:
+                progress(done, total)
+
         pool = self._runner.new_pool()
         if warm_up:
             with self._turn:
-                pool = self._runner.warm_up(pool, progress)
+                pool = self._runner.warm_up(pool, after_each)
         return pool
 
     def _build_server(self) -> tuple[grpc.aio.Server, VllmServicer]:

@@ -85,10 +85,13 @@ def test_comparison_of_noise_includes_zero():
     assert not _compare(one, two).excludes_zero
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([_costs([1])], []), ([_costs([1])], [{}])])
-def test_comparison_refuses(ours, theirs):
-    with pytest.raises(ValueError, match=r"round|positive"):
-        _compare(ours, theirs)
+def test_rounds_without_a_common_prompt_count_for_nothing():
+    lost = {"9": _costs(range(10))["9"]}
+    half = _compare([_costs([9]), lost], [_costs([10]), _costs([5])])
+    assert half.per_round_pct == (pytest.approx(-10),)
+    assert _compare([lost], [_costs([5])]) is None
+    with pytest.raises(ValueError, match="shorter"):
+        _compare([lost, lost], [lost])
 
 
 def test_at_equal_batch_takes_out_what_bunching_does():

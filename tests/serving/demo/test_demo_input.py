@@ -55,7 +55,10 @@ def test_a_prompt_longer_than_a_bucket_gives_the_same_tokens():
     ("content", "rule"),
     [
         (b"\xff\xfe", "cannot be read"),
-        (b"", "at least one prompt"),
+        (b"", "two prompts or more"),
+        (b'{"id": "a", "prompt": "x"}', "two prompts or more"),
+        (b'{"id": "a", "prompt": "\\ud800 hi"}', "valid Unicode"),
+        (b'{"id": "%s", "prompt": "x"}' % (b"a" * 129), "at most 128"),
         (b"{", "must be JSON"),
         (b"[1]", "must be an object"),
         (b'{"id": "a"}', "non-empty string"),
@@ -83,6 +86,8 @@ def test_shipped_prompts_cover_domains_and_languages():
     [
         ("--nosuch=1", "nosuch"),
         ("--load=nan", "load=nan"),
+        ("--seed=-1", "seed"),
+        ("--output_tokens=5000", "output_tokens=5000: must be < 1024"),
         ("--prompts=/nowhere.jsonl", "prompts='/nowhere.jsonl'"),
         ("--config=/nowhere.yaml", "/nowhere.yaml"),
     ],

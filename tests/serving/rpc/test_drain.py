@@ -51,6 +51,26 @@ def test_running_requests_end_and_new_ones_are_refused(scenario: Scenario, alone
     scenario(body)
 
 
+def test_a_drain_waits_for_open_routes(scenario: Scenario) -> None:
+    """A client that drives the engines itself must still be able to report."""
+
+    async def body(rig) -> None:
+        route = router_pb2.RouteRequest(request_id="r1", token_ids=[1, 2], max_tokens=2)
+        placed = await rig.router.Route(route)
+        draining = asyncio.ensure_future(rig.app.drain(60.0))
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        failed = router_pb2.Failed(reason="GAVE_UP")
+        await rig.router.Report(
+            router_pb2.ReportRequest(
+                request_id="r1", lease_id=placed.decode.lease_id, failed=failed
+            )
+        )
+        assert await draining is True
+
+    scenario(body)
+
+
 def test_what_outlives_the_grace_is_cut_off_clearly(scenario: Scenario, alone: Alone) -> None:
     async def body(rig) -> None:
         prompt = rig.prompt(2, 9)

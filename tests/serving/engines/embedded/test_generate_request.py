@@ -79,6 +79,9 @@ def test_an_unseeded_request_draws_the_same_on_prefill_and_decode():
     other = sampled(temperature=1.0)
     other.request_id = "s"
     assert parse(other).sampling.seed != one.sampling.seed
+    resumed = sampled(temperature=1.0)
+    resumed.request_id += "~1"
+    assert parse(resumed).sampling.seed == one.sampling.seed
 
 
 @pytest.mark.parametrize(
