@@ -4,7 +4,8 @@
     |-- ConfigError            a config file or flag is wrong: field, value, rule
     |-- ArtefactError          a learned artefact or checkpoint cannot be used
     |-- InvalidRequest         the caller's request is wrong: field, value, rule
-    |   `-- UnknownModel       no pool serves the named model
+    |   |-- UnknownModel       no pool serves the named model
+    |   `-- UnknownRequest     nothing is known (any more) of the named request
     |-- Rejected               the request is fine, the fleet cannot take it now
     |-- LeaseError             a reservation is unknown, expired or held by another
     |-- DeadlineExceeded       the request's own deadline passed while it was served

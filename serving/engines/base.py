@@ -125,7 +125,7 @@ class PrefillResult:
     """What a prefill worker answered.
 
     Attributes:
-        complete: the engine's closing message, its logprobs filled from the chunks.
+        complete: the engine's closing message.
         token_ids: output tokens (one).
         handover: where decode finds the KV; None when the engine kept none (the request
             ended with its first token, or the worker cannot hand over).
