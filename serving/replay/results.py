@@ -61,15 +61,18 @@ class Found:
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.reports = tuple(reports)
-        self._table = {
-            (item.cell, item.policy, item.against, item.metric): item
-            for report in reports
-            for item in report.comparisons
-        }
-        self.runs: dict[tuple[str, str], list[RunResult]] = {}
+        self._table: dict[tuple[str, str, str, str], Comparison] = {}
+        runs: dict[tuple[str, str], dict[int, RunResult]] = {}
         for report in reports:
             for run in report.cells:
-                self.runs.setdefault((run.cell, run.policy), []).append(run)
+                runs.setdefault((run.cell, run.policy), {})[run.seed] = run
+            for item in report.comparisons:
+                key = item.cell, item.policy, item.against, item.metric
+                known = self._table.get(key)
+                # Two replays may share cells: the one with more seeds speaks for them.
+                if known is None or len(known.per_seed_pct) < len(item.per_seed_pct):
+                    self._table[key] = item
+        self.runs = {key: list(of_seed.values()) for key, of_seed in runs.items()}
 
     def get(self, cell: str, policy: str, metric: str, against: str = BEST) -> Comparison | None:
         """A comparison, None when it was not made."""
