@@ -34,7 +34,7 @@ _GIB = 2**30
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT])"
 _NEEDS = re.compile(
-    rf"(?:[Uu]sed {_SIZE} of {_SIZE}|\({_SIZE}\) exceeds available HBM \({_SIZE}\))"
+    rf"(?:[Uu]sed {_SIZE} of {_SIZE} hbm|\({_SIZE}\) exceeds available HBM \({_SIZE}\))"
 )
 
 
@@ -103,9 +103,11 @@ class Program:
         rows = "tokens" if self.phase == "prefill" else "requests"
         return f"{self.phase} of {self.num_tokens} {rows}"
 
-    def step(self, context_tokens: int) -> Step:
-        """The work of a full step: one prompt from its start, or a decode at a context."""
+    def step(self, job: CompileJob) -> Step:
+        """The work of a full step: one prompt from its start, or the longest even contexts."""
         is_decode = self.phase == "decode"
+        share = job.num_blocks * job.block_size // self.num_tokens
+        context_tokens = max(1, min(job.max_context_tokens, share))
         return Step(
             num_tokens=self.num_tokens,
             num_logits=self.num_sequences,
@@ -200,7 +202,7 @@ def compile_program(job: CompileJob, program: Program) -> CompiledProgram:
     output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledProgram(
         tokens=program.num_tokens,
-        flops=step_flops(job.config, program.step(job.max_context_tokens)),
+        flops=step_flops(job.config, program.step(job)),
         compiler_flops=float(cost.get("flops", 0.0)),
         expected_compiler_flops=_counted_flops(job, program),
         compiler_bytes=float(cost.get("bytes accessed", 0.0)),

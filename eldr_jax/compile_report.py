@@ -127,7 +127,7 @@ def _fail(
 
 def _speed(job: CompileJob, target: Target, program: Program) -> dict[str, Any]:
     """The fastest the step can be by the chip's peaks, and the histogram's share of that."""
-    chip, step = CHIPS[target.chip], program.step(job.max_context_tokens)
+    chip, step = CHIPS[target.chip], program.step(job)
     itemsize, shards = _ITEMSIZE[job.dtype], job.plan.num_shards
     compute_s = step_flops(job.config, step) / shards / chip.bf16_flops_per_s
     memory_s = read_bytes(job.config, step, itemsize) / shards / chip.hbm_bytes_per_s

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,9 +19,11 @@ from eldr_jax.ahead_of_time import (
     ProgramOutOfMemoryError,
     compile_program,
     in_words,
+    program_arguments,
 )
 from eldr_jax.compile_report import CompileOptions, compile_all
 from eldr_jax.config import ModelConfig
+from eldr_jax.expert_parallel import sharded_step
 from eldr_jax.sharding import MeshPlan, ShardingError, make_mesh, plan_for
 from eldr_jax.topology import parse_target
 
@@ -127,9 +130,18 @@ def test_out_of_memory_is_said_in_words(job, message):
     assert "take a larger slice" in text
 
 
-def test_an_unknown_message_is_passed_on(job):
-    text = in_words(ProgramOutOfMemoryError("RESOURCE_EXHAUSTED: too much"), job, PREFILL)
-    assert "the compiler says: RESOURCE_EXHAUSTED: too much" in text
+@pytest.mark.parametrize("message", ["too much", "Used 130.1M of 128.0M vmem"])
+def test_a_message_about_something_else_is_passed_on(job, message):
+    text = in_words(ProgramOutOfMemoryError(f"RESOURCE_EXHAUSTED: {message}"), job, PREFILL)
+    assert f"the compiler says: RESOURCE_EXHAUSTED: {message}" in text
+
+
+@pytest.mark.parametrize("program", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_a_step_waits_for_no_host(job, program):
+    step = sharded_step(CONFIG, job.plan, job.mesh, program.phase, histogram="xla")
+    text = step.lower(*program_arguments(job, program)).as_text()
+    assert "stablehlo.dot_general" in text
+    assert not re.search(r"stablehlo\.(infeed|outfeed|send|recv)|callback", text)
 
 
 @pytest.mark.parametrize(
