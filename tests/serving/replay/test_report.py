@@ -15,7 +15,7 @@ from serving.core.decision import decode_line
 from serving.core.errors import ConfigError
 from serving.replay.bank import write_bank
 from serving.replay.compare import BEST, RunResult, compare, holm, interval, t_test
-from serving.replay.config import load_replay
+from serving.replay.config import load_replay, load_suite
 from serving.replay.report import ReplayRunner
 from serving.replay_main import ReplayMainConfig
 
@@ -267,3 +267,6 @@ def test_every_replay_file_of_the_tree_reads():
         for quick in (False, True):
             config = load_replay(file, quick=quick)
             assert msgspec.json.encode(config)
+    names = [config.name for config in load_suite(ROOT / "configs/replay/eldr/all.yaml")]
+    assert names[0] == "main"
+    assert set(names) == {"main", "variants", "substrates", "rules", "scaling"}
