@@ -7,6 +7,7 @@ t = c0 + c2 * A + c3 * T, outside the measured table, interpolated.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,11 @@ class MoeLinear(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     min_tokens: int = 1
     max_tokens: int = 1 << 30
 
+    def __post_init__(self) -> None:
+        _require_finite(self, ("c0_us", "c2_us", "c3_us"))
+        if not 1 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"{self.min_tokens=} must lie in [1, {self.max_tokens=}]")
+
 
 class PerLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Microseconds of one layer without its experts.
@@ -48,6 +54,9 @@ class PerLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_us: float
     prefill_token_us: float
     prefill_attended_us: float
+
+    def __post_init__(self) -> None:
+        _require_finite(self, self.__struct_fields__)
 
 
 class LatencyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +83,24 @@ class LatencyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_token_us: float
     kv_bytes_per_token: float
     usd_per_chip_hour: float
+
+    def __post_init__(self) -> None:
+        _require_finite(
+            self, ("step_us", "step_token_us", "kv_bytes_per_token", "usd_per_chip_hour")
+        )
+        if self.num_layers < 1:
+            raise ValueError(f"{self.num_layers=} must be >= 1")
+        for number, row in enumerate(self.moe_table):
+            if not all(math.isfinite(value) and value > 0 for value in row):
+                raise ValueError(f"moe_table[{number}]={row} must hold finite numbers > 0")
+
+
+def _require_finite(section: msgspec.Struct, names: tuple[str, ...]) -> None:
+    """A time that is no number would end as a replay that never does."""
+    for name in names:
+        value = getattr(section, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value!r} must be finite and >= 0")
 
 
 def load_latency(path: str | Path) -> LatencyFile:

@@ -78,6 +78,23 @@ def test_a_wrong_latency_file_names_the_field(tmp_path, latency_text):
         load_latency(file)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("c2_us: 50.0", "c2_us: .nan", "c2_us"),
+        ("c2_us: 50.0", "c2_us: -1.0", "c2_us"),
+        ("prefill_token_us: 10.0", "prefill_token_us: .inf", "prefill_token_us"),
+        ("step_us: 100.0", "step_us: .nan", "step_us"),
+        ("num_layers: 3", "num_layers: 0", "num_layers"),
+        ("step_us: 100.0", "moe_table: [[1, 2, .nan]]\nstep_us: 100.0", r"moe_table\[0\]"),
+    ],
+)
+def test_times_that_are_no_times_are_refused(tmp_path, latency_text, old, new, field):
+    (tmp_path / "l.yaml").write_text(latency_text.replace(old, new))
+    with pytest.raises(ConfigError, match=field):
+        load_latency(tmp_path / "l.yaml")
+
+
 def test_every_latency_file_reads():
     folder = QWEN.parent
     for file in sorted(folder.glob("*.yaml")):
