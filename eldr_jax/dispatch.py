@@ -50,6 +50,21 @@ class Dispatch:
             raise ValueError(f"capacity_factor={self.capacity_factor} must be positive")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackPart:
+    """Some consecutive experts of a stack, such as one layer's of all layers'.
+
+    A slice of the stack would be copied before it is multiplied; this is not.
+
+    Attributes:
+      first: scalar int32, where they begin.
+      num_experts: how many they are.
+    """
+
+    first: jax.Array
+    num_experts: int
+
+
 DENSE = Dispatch(kind="dense")
 _SILU = ExpertOptions()
 
@@ -61,6 +76,7 @@ def run_experts(
     experts: Mapping[str, jax.Array],
     dispatch: Dispatch,
     options: ExpertOptions = _SILU,
+    part: StackPart | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of each token's experts.
 
@@ -72,6 +88,7 @@ def run_experts(
       experts: stacked weights from `layers.expert_leaves`.
       dispatch: the path.
       options: activation and biases of an expert.
+      part: with `ragged` only: the experts that ids count from, where the stack holds more.
 
     Returns:
       y [T, D] in the type of `x`, and the number of dropped (token, expert) pairs, int32.
@@ -79,7 +96,7 @@ def run_experts(
     if dispatch.kind == "dense":
         return _dense(x, weights, ids, experts, options), jnp.int32(0)
     if dispatch.kind == "ragged":
-        return _ragged(x, weights, ids, experts, options), jnp.int32(0)
+        return _ragged(x, weights, ids, experts, options, part), jnp.int32(0)
     even_share = x.shape[0] * ids.shape[1] / experts["w_gate"].shape[0]
     capacity = min(max(1, math.ceil(dispatch.capacity_factor * even_share)), x.shape[0])
     return _capacity(x, weights, ids, experts, options, capacity=capacity)
@@ -120,11 +137,17 @@ def _ragged(
     ids: jax.Array,
     experts: Mapping[str, jax.Array],
     options: ExpertOptions,
+    part: StackPart | None,
 ) -> jax.Array:
-    k, num_experts = ids.shape[1], experts["w_gate"].shape[0]
+    k, num_stacked = ids.shape[1], experts["w_gate"].shape[0]
+    num_experts = num_stacked if part is None else part.num_experts
     # Choices that are nobody's here sort behind the last group and belong to none.
     mine = ids >= 0
     order, owners, sizes = _sorted_choices(jnp.where(mine, ids, num_experts), num_experts)
+    if part is not None:
+        nobody = jnp.zeros(num_stacked, sizes.dtype)
+        sizes = jax.lax.dynamic_update_slice_in_dim(nobody, sizes, part.first, axis=0)
+        owners = owners + part.first
     rows = x[order // k]
 
     def project(rows: jax.Array, name: str) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from eldr_jax import attention, layers
 from eldr_jax.config import ModelConfig
-from eldr_jax.dispatch import Dispatch, run_experts
+from eldr_jax.dispatch import Dispatch, StackPart, run_experts
 from eldr_jax.paged import StepInput, num_count_rows
 from eldr_jax.sharded_state import ShardedCache, ShardedOutput
 from eldr_jax.sharding import (
@@ -39,7 +39,7 @@ from eldr_jax.tiled_attention import Cache, decode_attention, prefill_attention
 from kernels.expert_histogram import expert_histogram
 
 Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+_RAGGED = Dispatch(kind="ragged")
 
 
 def sharded_step(
@@ -115,29 +115,42 @@ def _local_step(
 ) -> tuple[ShardedCache, ShardedOutput]:
     """One device's part; all shapes are those of its shard."""
     shapes = [array.shape for array in cache.keys]
-    length, repeats = len(shapes), shapes[0][0]
-    num_blocks, block_size = shapes[0][1:3]
+    length, num_repeats, block_size = len(shapes), shapes[0][0], shapes[0][2]
     rows = _rows_of(step, block_size)
     angles = [_angles(config, place, rows.positions) for place in range(length)]
     x = _embed(params["embed"], step.token_ids, config)
 
+    # The experts of all layers of a place are one stack, and their caches one pool: a layer is
+    # where it begins in them, so that no slice of either is ever copied.
+    experts = [
+        {
+            name: array.reshape(-1, *array.shape[2:])
+            for name, array in layers.expert_leaves(w).items()
+        }
+        for w in params["layers"]
+    ]
+    others = tuple(
+        {name: array for name, array in w.items() if name not in layers.EXPERT_LEAVES}
+        for w in params["layers"]
+    )
+
     def pattern(carry: Any, scanned: tuple[jax.Array, Any]) -> tuple[Any, jax.Array]:
         x, caches = carry
         repeat, weights = scanned
-        # All layers of a place share one flat pool, so that nothing is copied out and back.
-        first_block = repeat * num_blocks
         ids, written = [], []
         for place in range(length):
             x, kept, chosen = _layer(
                 x,
                 caches[place],
                 weights[place],
+                experts[place],
                 rows,
-                first_block,
+                repeat,
                 angles[place],
                 config=config,
                 plan=plan,
                 place=place,
+                num_repeats=num_repeats,
                 phase=phase,
             )
             written.append(kept)
@@ -148,8 +161,8 @@ def _local_step(
         (keys.reshape(-1, *keys.shape[2:]), values.reshape(-1, *values.shape[2:]))
         for keys, values in zip(*cache, strict=True)
     )
-    index = jnp.arange(repeats, dtype=jnp.int32)
-    (x, flat), ids = lax.scan(pattern, (x, flat), (index, params["layers"]))
+    index = jnp.arange(num_repeats, dtype=jnp.int32)
+    (x, flat), ids = lax.scan(pattern, (x, flat), (index, others))
     ids = ids.reshape(config.num_layers, *ids.shape[2:])
     counts = _counts(ids, step, block_size, config, plan, histogram) if count_experts else None
     next_tokens, logits = _head(params, x[step.logit_rows], config)
@@ -212,22 +225,25 @@ def _layer(
     x: jax.Array,
     cache: tuple[jax.Array, jax.Array],
     weights: dict[str, jax.Array],
+    experts: dict[str, jax.Array],
     rows: _Rows,
-    first_block: jax.Array,
+    repeat: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     config: ModelConfig,
     plan: MeshPlan,
     place: int,
+    num_repeats: int,
     phase: Phase,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
-    """One block: (x, (keys, values), ids [T, K]); its cache begins at `first_block`."""
+    """One block, the `repeat`-th of its place: (x, (keys, values), ids [T, K])."""
     kind, eps = config.layer_attention(place), config.rms_norm_eps
     normed = layers.rms_norm(x, weights["attn_norm"], eps)
     q, k, v = attention.project_qkv(
         normed, weights, *angles, attention=kind, options=config.attention, eps=eps
     )
     num_blocks, block_size = cache[0].shape[:2]
+    first_block = repeat * (num_blocks // num_repeats)
     slots = (first_block + rows.own_block) * block_size + rows.positions % block_size
     # Padding goes past the end, where nothing is written.
     slots = jnp.where(rows.real, slots, num_blocks * block_size)
@@ -245,7 +261,7 @@ def _layer(
     logits = layers.gate_logits(x, normed, weights, config)
     shares, ids = layers.choose_experts(logits, weights, config)
     ids = jnp.where(rows.real[:, None], ids, -1)
-    out = lax.psum(_own_experts(normed, shares, ids, weights, config), MODEL_AXES)
+    out = lax.psum(_own_experts(normed, shares, ids, experts, repeat, config, plan), MODEL_AXES)
     x = layers.add_experts(x, out, weights, config, total=_sum_over(MODEL_AXES))
     return x, (keys, values), ids
 
@@ -263,16 +279,19 @@ def _own_experts(
     x: jax.Array,
     shares: jax.Array,
     ids: jax.Array,
-    weights: dict[str, jax.Array],
+    experts: dict[str, jax.Array],
+    repeat: jax.Array,
     config: ModelConfig,
+    plan: MeshPlan,
 ) -> jax.Array:
     """[T, D] weighted sum over those of each row's experts that this device holds."""
-    experts = layers.expert_leaves(weights)
-    num_held = experts["w_gate"].shape[0]
+    num_held = config.num_experts // plan.expert
     local = ids - lax.axis_index("expert") * num_held
+    held = (ids >= 0) & (local >= 0) & (local < num_held)
     # What is computed elsewhere, and padding, has no expert here.
-    local = jnp.where((ids >= 0) & (local >= 0) & (local < num_held), local, -1)
-    out, _ = run_experts(x, shares, local, experts, Dispatch(kind="ragged"), config.expert)
+    local = jnp.where(held, local, -1)
+    part = StackPart(first=repeat * num_held, num_experts=num_held)
+    out, _ = run_experts(x, shares, local, experts, _RAGGED, config.expert, part)
     return out
 
 
