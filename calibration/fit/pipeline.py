@@ -12,7 +12,7 @@ import numpy as np
 from calibration.captures import Capture, CaptureError
 from calibration.fit.decode_profiles import choose_shrinkage, fit_profiles
 from calibration.fit.layer_mask import LayerMask, random_pairs, select_layers
-from calibration.fit.token_routes import fit_token_table
+from calibration.fit.token_routes import DecodedPrompts, fit_token_table
 from calibration.quality import (
     domain_groups,
     prefill_decode_correlation,
@@ -24,7 +24,7 @@ from serving.signatures.manifest import Manifest, StepTime
 from serving.signatures.model import SignatureModel, idf_weights, mask_version_of
 from serving.signatures.regions import fit_regions
 
-_STREAM = {"pairs": 0, "clusters": 1, "shrinkage": 2, "quality": 3}
+_STREAM = {"pairs": 0, "clusters": 1, "shrinkage": 2, "quality": 3, "confidence": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,13 @@ def fit_capture(
             capture.prefill_experts,
             all_vectors,
             model,
+            DecodedPrompts(
+                decode=capture.decode,
+                num_tokens=capture.num_decode_tokens,
+                num_clusters=config.num_clusters,
+                shrink_tokens=shrink_tokens,
+                rng=config.rng("confidence"),
+            ),
         )
 
     on_stage("regions")
@@ -170,6 +177,8 @@ def fit_capture(
     }
     if token_cosine is not None:
         metrics["token_table_cosine"] = token_cosine
+    if token_table is not None:
+        metrics["token_table_confidence"] = token_table.confidence
     metrics |= capture_metrics(
         capture,
         model,

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from calibration.fit.decode_profiles import fit_profiles
 from serving.signatures.model import SignatureModel
 from serving.signatures.token_table import TokenTable
 
 PRIOR_CHOICES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+CONFIDENCE_CHOICES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodedPrompts:
+    """How the table's prompts decoded, to choose what a predicted token is worth.
+
+    Attributes:
+        decode: unsigned [N, L, E].
+        num_tokens: int [N], decode tokens; prompts without any are left out.
+        num_clusters: C of the decode profiles.
+        shrink_tokens: k of the decode profiles.
+        rng: draws the clusters' start.
+    """
+
+    decode: np.ndarray
+    num_tokens: np.ndarray
+    num_clusters: int
+    shrink_tokens: float
+    rng: np.random.Generator
 
 
 def build_token_table(
@@ -67,8 +90,9 @@ def fit_token_table(
     experts: np.ndarray,
     vectors: np.ndarray,
     model: SignatureModel,
+    decoded: DecodedPrompts,
 ) -> tuple[TokenTable, float]:
-    """Chooses the prior on half of the prompts, then builds the table from all of them.
+    """Chooses prior and confidence on half of the prompts, then builds the table from all of them.
 
     Args:
         token_ids: int32 [T], prompts laid end to end.
@@ -76,10 +100,11 @@ def fit_token_table(
         experts: unsigned [T, L, K].
         vectors: float32 [N, M] true signatures.
         model: the signature model.
+        decoded: how the same prompts decoded.
 
     Returns:
-        The table, whose confidence is the mean cosine on the half it had not seen when that
-        was measured, and that cosine.
+        The table, and the mean cosine of its predictions on the half it had not seen when that
+        was measured.
     """
     num_prompts = len(num_prompt_tokens)
     owner = np.repeat(np.arange(num_prompts), num_prompt_tokens)
@@ -94,6 +119,55 @@ def fit_token_table(
         )
         cosines[prior] = mean_cosine(half, prompts, vectors[1::2], model)
     best = max(cosines, key=lambda prior: cosines[prior])
-    confidence = min(1.0, max(cosines[best], 1e-3))
+    half = build_token_table(
+        token_ids[seen], experts[seen], model, prior_tokens=best, confidence=1.0
+    )
+    confidence = choose_confidence(half, prompts, vectors, model, decoded)
     table = build_token_table(token_ids, experts, model, prior_tokens=best, confidence=confidence)
     return table, cosines[best]
+
+
+def choose_confidence(
+    half: TokenTable,
+    prompts: list[np.ndarray],
+    vectors: np.ndarray,
+    model: SignatureModel,
+    decoded: DecodedPrompts,
+) -> float:
+    """What a predicted token is worth beside the cluster's profile, for predicting decode.
+
+    The one of `CONFIDENCE_CHOICES` with the least squared error of q against realised decode
+    frequencies on prompts that neither the table nor the clusters have seen, each weighted by
+    its decode tokens.
+
+    Args:
+        half: table of the even prompts.
+        prompts: token ids of the odd ones.
+        vectors: float32 [N, M], true signatures of all.
+        model: the signature model.
+        decoded: how all of them decoded.
+    """
+    even = np.arange(len(vectors)) % 2 == 0
+    profiles = fit_profiles(
+        vectors[even],
+        decoded.decode[even],
+        decoded.num_tokens[even],
+        model.layers,
+        num_clusters=decoded.num_clusters,
+        shrink_tokens=decoded.shrink_tokens,
+        rng=decoded.rng,
+    )
+    errors = dict.fromkeys(CONFIDENCE_CHOICES, 0.0)
+    for number, ids in enumerate(prompts):
+        prompt = 2 * number + 1
+        num_decoded = int(decoded.num_tokens[prompt])
+        if num_decoded == 0:
+            continue
+        predicted = half.predict(ids, model)
+        counts = predicted.counts.reshape(-1).astype(np.float32)
+        prior = decoded.shrink_tokens * profiles.profile_of(predicted.vector)
+        realised = decoded.decode[prompt][model.layers].reshape(-1) / num_decoded
+        for worth in CONFIDENCE_CHOICES:
+            q = (worth * counts + prior) / (worth * len(ids) + decoded.shrink_tokens)
+            errors[worth] += num_decoded * float(((q - realised) ** 2).mean())
+    return min(errors, key=lambda worth: errors[worth])

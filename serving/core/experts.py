@@ -1,9 +1,10 @@
 """What a request will touch: from its prompt's expert counts to chances per decode step.
 
-    q_r = (c_r + k * D_c) / (n_prompt + k)            (DESIGN "Placement")
+    q_r = (g * c_r + k * D_c) / (g * n_prompt + k)    (DESIGN "Placement")
 
 Prefill counts c_r over n_prompt tokens are shrunk, with the weight of k tokens, towards D_c,
-the decode profile of the nearest calibration cluster. Pure functions of frozen data.
+the decode profile of the nearest calibration cluster; a predicted signature's tokens are worth
+its confidence g each, 1 for exact counts. Pure functions of frozen data.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ class ExpertProfiles:
         """1 - q per masked (layer, expert).
 
         Args:
-            signature: the request's, or None: the mean profile then.
-            weight: in [0, 1], how far to trust the signature; with its confidence it mixes q
-                with the mean profile (0 is the mean profile alone).
+            signature: the request's, or None: the mean profile then. Its confidence says how
+                many tokens each of its tokens is worth beside the cluster's profile.
+            weight: in [0, 1], how far to trust signatures at all: it mixes q with the mean
+                profile (0 is the mean profile alone).
             cluster: `nearest` of the signature's vector, where it is known already.
 
         Returns:
@@ -91,8 +93,7 @@ class ExpertProfiles:
         Raises:
             ValueError: the counts have another size.
         """
-        trust = 0.0 if signature is None else weight * signature.confidence
-        if signature is None or trust <= 0.0:
+        if signature is None or weight <= 0.0:
             return np.maximum(np.float32(1.0) - self.mean_profile, np.float32(MIN_KEEP))
         if signature.counts.size != self.size:
             raise ValueError(f"signature has {signature.counts.size} counts, must be {self.size}")
@@ -100,12 +101,13 @@ class ExpertProfiles:
             cluster = self.nearest(signature.vector)
         profile = self.mean_profile if self.profiles is None else self.profiles[cluster]
         keep = signature.counts.reshape(-1).astype(np.float32)
-        total = np.float32(signature.num_tokens + self.shrink_tokens)
-        keep *= np.float32(-trust) / total
+        worth = signature.confidence
+        total = np.float32(worth * signature.num_tokens + self.shrink_tokens)
+        keep *= np.float32(-weight * worth) / total
         keep += np.float32(1.0)
-        keep -= (np.float32(trust * self.shrink_tokens) / total) * profile
-        if trust < 1.0:
-            keep -= np.float32(1.0 - trust) * self.mean_profile
+        keep -= (np.float32(weight * self.shrink_tokens) / total) * profile
+        if weight < 1.0:
+            keep -= np.float32(1.0 - weight) * self.mean_profile
         return np.maximum(keep, np.float32(MIN_KEEP), out=keep)
 
 

@@ -30,8 +30,9 @@ class TokenTable:
         counts: uint32 [Z], routings of the token there.
         mean: float32 [M]; probability that a token touches each expert, each layer sums to k.
         prior_tokens: weight of the mean.
-        confidence: cosine between predicted and true signatures on held-out prompts of the
-            fit, in (0, 1]; carried by every prediction.
+        confidence: what a predicted token is worth beside a computed one when decode is
+            predicted, in (0, 1], chosen on prompts of the fit that the table had not seen;
+            carried by every prediction.
     """
 
     token_ids: np.ndarray

@@ -3,7 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibration.fit.token_routes import build_token_table, fit_token_table, mean_cosine
+from calibration.fit.token_routes import (
+    CONFIDENCE_CHOICES,
+    DecodedPrompts,
+    build_token_table,
+    fit_token_table,
+    mean_cosine,
+)
 from serving.signatures.model import SignatureModel
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 5, 2
@@ -43,6 +49,16 @@ def test_the_table_holds_exactly_what_was_counted():
     np.testing.assert_allclose(table.mean.reshape(2, -1).sum(axis=1), TOP_K)
 
 
+def decoded_like(counts: np.ndarray, num_tokens: np.ndarray) -> DecodedPrompts:
+    return DecodedPrompts(
+        decode=counts,
+        num_tokens=num_tokens,
+        num_clusters=2,
+        shrink_tokens=16.0,
+        rng=np.random.default_rng(1),
+    )
+
+
 def test_context_free_routing_is_predicted_and_the_confidence_says_so():
     rng = np.random.default_rng(0)
     lengths = rng.integers(20, 40, 60)
@@ -55,8 +71,15 @@ def test_context_free_routing_is_predicted_and_the_confidence_says_so():
             ids = experts[starts[row] : starts[row + 1], layer].ravel()
             counts[row, layer] = np.bincount(ids, minlength=NUM_EXPERTS)
     vectors = MODEL.vectors(MODEL.mask(counts))
-    table, cosine = fit_token_table(token_ids, lengths, experts, vectors, MODEL)
-    assert cosine == table.confidence > 0.99
+    # Prompts that decode as they were read: the counts say all, the cluster nothing.
+    same = decoded_like(counts, lengths)
+    table, cosine = fit_token_table(token_ids, lengths, experts, vectors, MODEL, same)
+    assert cosine > 0.99
+    assert table.confidence == 1.0
+    # All prompts decode alike: the cluster says all.
+    alike = decoded_like(np.broadcast_to(counts.sum(axis=0), counts.shape), lengths * 0 + 1000)
+    doubted, _ = fit_token_table(token_ids, lengths, experts, vectors, MODEL, alike)
+    assert doubted.confidence == min(CONFIDENCE_CHOICES)
     prompts = [token_ids[starts[row] : starts[row + 1]] for row in range(60)]
     assert mean_cosine(table, prompts, vectors, MODEL) > 0.99
     # The same table against shuffled prompts is worse: the measure can fail.

@@ -16,12 +16,20 @@ def test_counts_are_shrunk_towards_the_nearest_cluster():
     )
 
 
-@pytest.mark.parametrize(("weight", "confidence"), [(0.5, 1.0), (1.0, 0.5)])
-def test_weight_and_confidence_mix_with_the_mean_profile(weight, confidence):
+def test_the_weight_mixes_with_the_mean_profile():
     profiles, sign = parts.profiles(), parts.signature(seed=4)
-    doubted = dataclasses.replace(sign, confidence=confidence)
     mixed = 0.5 * profiles.keep(sign) + 0.5 * (1 - profiles.mean_profile)
-    np.testing.assert_allclose(profiles.keep(doubted, weight=weight), mixed, rtol=1e-5)
+    np.testing.assert_allclose(profiles.keep(sign, weight=0.5), mixed, rtol=1e-5)
+
+
+def test_a_predicted_token_is_worth_its_confidence_beside_the_cluster():
+    profiles, sign = parts.profiles(), parts.signature(seed=4)
+    cluster = int((profiles.centroids @ sign.vector).argmax())
+    doubted = dataclasses.replace(sign, confidence=0.25)
+    touched = (0.25 * sign.counts.reshape(-1) + 512 * profiles.profiles[cluster]) / (25 + 512)
+    np.testing.assert_allclose(
+        profiles.keep(doubted), np.maximum(1 - touched, MIN_KEEP), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_without_a_trusted_signature_it_is_the_mean_profile():
