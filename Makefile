@@ -4,6 +4,7 @@
 #   make demo      the main job on an embedded fleet, with a table at the end
 #   make test      unit, property and contract tests
 #   make check     format, lint, types, import contracts, tests: what CI runs
+#   make parity    the model families against transformers, in .venv-parity
 #   make e2e       real processes, one of them killed
 #   make bench     decision, prefix index, decode step, bucket plans: ratios, not verdicts
 #   make device-check  kernels and prefill on this machine's GPU or TPU (EXTRAS=dev,gpu or dev,tpu)
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PACKAGES := kernels eldr_jax bucket_planner calibration serving
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: install demo test check check-matrix format lint types imports e2e bench device-check clean
+.PHONY: install demo test check check-matrix format lint types imports e2e parity bench device-check clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -51,6 +52,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Torch and transformers stay out of the environment the product is tested in.
+parity:
+	$(MAKE) install VENV=.venv-parity EXTRAS=dev,parity
+	.venv-parity/bin/python -m pytest -q -m parity tests/parity
+
 e2e: $(STAMP)
 	$(BIN)/python -m pytest -q -m e2e tests
 
@@ -71,4 +77,4 @@ check-matrix:
 	$(MAKE) check PYTHON=python3.12 VENV=.venv-3.12
 
 clean:
-	rm -rf $(VENV) .venv-3.12 out .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-3.12 .venv-parity out .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -58,6 +58,19 @@ class Forward:
     routers: tuple[RouterTrace, ...]
 
 
+def param_shapes(config: ModelConfig) -> Params:
+    """The weight tree of `params_of` with a shape in each leaf's place."""
+    vocab_shape = (config.vocab_size, config.hidden_size)
+    shapes: Params = {
+        "embed": vocab_shape,
+        "final_norm": (config.hidden_size,),
+        "layers": [block_shapes(config, layer) for layer in range(config.num_layers)],
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = vocab_shape[::-1]
+    return shapes
+
+
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Fresh weights.
 

@@ -140,13 +140,16 @@ def paged_step(
     """
     num_blocks, block_size = pool.keys[0].shape[:2]
     num_tokens, num_sequences = step.token_ids.shape[0], step.block_tables.shape[0]
-    tiles = functools.partial(_map_tiles, row_tile=row_tile)
+    # Positions are never negative; see `_map_tiles`.
+    zero = jnp.minimum(jnp.max(step.positions), 0)
+    tiles = functools.partial(_map_tiles, row_tile=row_tile, no_more_tiles=zero)
     real = step.token_ids >= 0
     tables = step.block_tables[step.sequences]
     own_block = jnp.take_along_axis(tables, (step.positions // block_size)[:, None], axis=1)[:, 0]
     slots = own_block * block_size + step.positions % block_size
     slots = jnp.where(real, slots, num_blocks * block_size)
-    x = layers.embed(jnp.maximum(step.token_ids, 0), params["embed"], config).astype(jnp.float32)
+    embed = functools.partial(_embed, params["embed"], config)
+    x = tiles(embed, step.token_ids) if config.scale_embeddings else embed(step.token_ids)
     new_keys, new_values, all_ids = [], [], []
     for index, layer in enumerate(params["layers"]):
         own = config.layer_attention(index)
@@ -155,9 +158,9 @@ def paged_step(
         attend = functools.partial(_attend, layer, config, own, keys, values)
         x, normed, weights, ids = tiles(attend, x, q, step.positions, real, tables)
         ids = jnp.where(real[:, None], ids, -1)
-        out = _experts(normed, weights, ids, layer, config, row_tile)
+        out = _experts(normed, weights, ids, layer, config, tiles, row_tile)
         add = functools.partial(_add_experts, layer, config)
-        # Only norms and the dense MLP reduce; a sum alone needs no tiles.
+        # A sum alone rounds the same everywhere; it needs no tiles.
         x = tiles(add, x, out) if config.block.post_norms else add(x, out)
         new_keys.append(keys)
         new_values.append(values)
@@ -181,16 +184,36 @@ def paged_step(
     return KvPool(tuple(new_keys), tuple(new_values)), output
 
 
-def _map_tiles(fn: Callable[..., Any], *rows: Rows, row_tile: int | None) -> Any:
-    """Applies `fn` to `row_tile` rows at a time (to all of them when None)."""
+def _map_tiles(
+    fn: Callable[..., Any], *rows: Rows, row_tile: int | None, no_more_tiles: jax.Array
+) -> Any:
+    """Applies `fn` to `row_tile` rows at a time (to all of them when None).
+
+    `no_more_tiles` is a zero that the compiler cannot know. A loop of one turn is otherwise merged
+    with what stands around it and rounds differently than the same tile in a larger bucket.
+    """
     if row_tile is None:
         return fn(*rows)
     num_rows = rows[0].shape[0]
     if num_rows % row_tile:
         raise ValueError(f"{num_rows=} must be a multiple of {row_tile=}")
-    cut = tuple(r.reshape(num_rows // row_tile, row_tile, *r.shape[1:]) for r in rows)
-    out = lax.map(lambda tile: fn(*tile), cut)
+    num_tiles = num_rows // row_tile
+    cut = tuple(r.reshape(num_tiles, row_tile, *r.shape[1:]) for r in map(jnp.asarray, rows))
+
+    def one_tile(index: jax.Array, out: Any) -> Any:
+        tile = fn(*(lax.dynamic_index_in_dim(r, index, 0, False) for r in cut))
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, index, 0), out, tile
+        )
+
+    like = jax.eval_shape(fn, *(jax.eval_shape(lambda r: r[0], r) for r in cut))
+    out = jax.tree.map(lambda part: jnp.zeros((num_tiles, *part.shape), part.dtype), like)
+    out = lax.fori_loop(0, num_tiles + no_more_tiles, one_tile, out)
     return jax.tree.map(lambda y: y.reshape(num_rows, *y.shape[2:]), out)
+
+
+def _embed(embedding: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
+    return layers.embed(jnp.maximum(token_ids, 0), embedding, config).astype(jnp.float32)
 
 
 def _project(
@@ -280,6 +303,7 @@ def _experts(
     ids: jax.Array,
     layer: dict[str, jax.Array],
     config: ModelConfig,
+    tiles: Callable[..., Any],
     row_tile: int | None,
 ) -> jax.Array:
     """Weighted sum of each token's experts, [T, D]; ids of -1 contribute nothing."""
@@ -319,7 +343,7 @@ def _experts(
     out = jnp.zeros((num_tokens * k + row_tile, x.shape[1]), x.dtype)
     out = lax.fori_loop(0, last_tile[-1], one_tile, out)
     picked = out[place].reshape(num_tokens, k, -1)
-    return _map_tiles(_add_in_order, picked, weights, ids, row_tile=row_tile)
+    return tiles(_add_in_order, picked, weights, ids)
 
 
 def _add_in_order(picked: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
