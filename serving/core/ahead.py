@@ -67,6 +67,11 @@ class Ahead:
         self._decode_side = decode_side
         self._side: DecodeSide | None = None
         self._partners: dict[object, _Partner] = {}
+        self._pack_share: float | None = None
+
+    def pack(self, share: float) -> None:
+        """See `placement.DecodeAhead`; call it before anything is asked."""
+        self._pack_share = share
 
     def usd(self, rows: np.ndarray) -> np.ndarray:
         """See `placement.DecodeAhead`."""
@@ -124,7 +129,10 @@ class Ahead:
             prices = objective.price(side.context)
             assert isinstance(prices, objective.DecodePrices)
             self._prices = prices
-            self._breaks = prices.breaks_target()
+            self._score, self._breaks = prices.score_usd, prices.breaks_target()
+            if self._pack_share is not None:
+                self._score, inside = prices.packed(self._pack_share)
+                self._breaks = self._breaks | ~inside
             pools: dict[tuple[str, str], list[int]] = {}
             for row, worker in enumerate(side.context.view.workers):
                 pools.setdefault((worker.model, worker.pool), []).append(row)
@@ -133,7 +141,7 @@ class Ahead:
 
     def _best(self, source: WorkerInfo) -> _Partner:
         """An exact pass over the decode workers of the source's cell."""
-        side, prices = self._priced()
+        side, _ = self._priced()
         nobody = _Partner(row=-1, usd=np.inf, breaks=True, transfer_s=0.0, link=0)
         rows = self._pools.get((source.model, source.pool))
         if rows is None:
@@ -146,7 +154,7 @@ class Ahead:
             row = int(rows[0])
             return _Partner(
                 row=row,
-                usd=float(prices.score_usd[row]),
+                usd=float(self._score[row]),
                 breaks=bool(self._breaks[row]),
                 transfer_s=0.0,
                 link=len(LINKS) - 1,
@@ -161,7 +169,7 @@ class Ahead:
         near = allowed & (moved_s <= side.max_transfer_s)
         if np.count_nonzero(near):
             allowed = near
-        usd = prices.score_usd.take(rows) + moved_s * side.context.target.lambda_usd_per_s
+        usd = self._score.take(rows) + moved_s * side.context.target.lambda_usd_per_s
         place = int(np.where(allowed, usd, np.inf).argmin())
         return _Partner(
             row=int(rows[place]),

@@ -166,6 +166,24 @@ class DecodePrices:
         limit = np.minimum(self._context.view.tpot_limit_s, self._context.target.tpot_p99_s)
         return self.step_with_s > limit
 
+    def packed(self, share: float) -> tuple[np.ndarray, np.ndarray]:
+        """J with delay free inside an allowance: what packing compares.
+
+        Args:
+            share: of the class's TPOT, of the strictest promise on the worker, and of its
+                slots, that may be used up before delay counts.
+
+        Returns:
+            float64 [W] compute and hand-over in dollars, and bool [W] who stays inside.
+        """
+        context, costs = self._context, self._costs
+        usd = self._rate * self._length * self._added_s
+        usd += context.transfer_s * self._price
+        limit = np.minimum(context.view.tpot_limit_s, context.target.tpot_p99_s)
+        inside = self.step_with_s <= share * limit
+        inside &= context.view.num_inflight + 1.0 <= share * costs.max_num_seqs
+        return usd, inside
+
     def matrix(self) -> TermMatrix:
         """The terms, float64 [W, 4 to 7]."""
         length, price, added_s = self._length, self._price, self._added_s

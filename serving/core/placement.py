@@ -41,6 +41,10 @@ class Regions(Protocol):
 class DecodeAhead(Protocol):
     """Decode as a prefill choice sees it (serving/core/ahead.py)."""
 
+    def pack(self, share: float) -> None:
+        """Partners are compared as packing compares them (`DecodePrices.packed`)."""
+        ...
+
     def usd(self, rows: np.ndarray) -> np.ndarray:
         """J of decoding on each prefill row's best partner, hand-over included.
 

@@ -14,6 +14,7 @@ class PrefillPrices:
 
     Attributes:
         score_usd: float64 [W], J.
+        queue_s: float64 [W], of these the ones before its own tokens are computed.
         ttft_s: float64 [W], predicted seconds from now to the first token.
     """
 
@@ -28,15 +29,15 @@ class PrefillPrices:
         )
         self._token_s = costs.prefill_token_s * view.speed_factor
         self._chunk_s = costs.prefill_chunk_s * view.speed_factor
-        self._queue_s = charge.before_tokens * self._token_s
-        self._queue_s += charge.before_chunks * self._chunk_s
+        self.queue_s = charge.before_tokens * self._token_s
+        self.queue_s += charge.before_chunks * self._chunk_s
         run_s = charge.computed_tokens * self._token_s
         run_s += charge.num_chunks * self._chunk_s
         self._price = context.target.lambda_usd_per_s
         self._rate = costs.rate_for(context.request.slo)
-        self.ttft_s = self._queue_s + run_s
+        self.ttft_s = self.queue_s + run_s
         score = run_s * (self._rate + self._price)
-        score += self._queue_s * self._price
+        score += self.queue_s * self._price
         # A step that computes a prompt holds up whoever decodes on the same worker.
         decoding = view.decoding_usd_per_s
         self._held_up = decoding if decoding is not None and np.count_nonzero(decoding) else None
@@ -50,6 +51,21 @@ class PrefillPrices:
         waited_s = self._context.view.taken_at_s - self._context.request.arrival_s
         return self.ttft_s > self._context.target.ttft_p99_s - max(0.0, waited_s)
 
+    def packed(self, limit_s: float) -> tuple[np.ndarray, np.ndarray]:
+        """J with delay free inside an allowance: what packing compares.
+
+        Args:
+            limit_s: seconds from arrival to the first token that may be used up.
+
+        Returns:
+            float64 [W] compute in dollars, and bool [W] who stays inside.
+        """
+        waited_s = self._context.view.taken_at_s - self._context.request.arrival_s
+        usd = self._run_s * self._rate
+        if self._held_up is not None:
+            usd = usd + self._run_s * self._held_up
+        return usd, self.ttft_s <= limit_s - max(0.0, waited_s)
+
     def matrix(self) -> TermMatrix:
         """The terms, float64 [W, 6 or 7]."""
         rate, price, charge = self._rate, self._price, self._charge
@@ -57,7 +73,7 @@ class PrefillPrices:
         prefill_s = self._uncached * self._token_s + charge.num_chunks * self._chunk_s
         saving_s = self._cached * self._token_s
         columns = [
-            ("queue", TermKind.COST, self._queue_s, self._queue_s * price),
+            ("queue", TermKind.COST, self.queue_s, self.queue_s * price),
             ("prefill_delay", TermKind.COST, prefill_s, prefill_s * price),
             ("prefill_compute", TermKind.COST, prefill_s, prefill_s * rate),
             ("padding", TermKind.COST, padding_s, padding_s * (rate + price)),

@@ -1,14 +1,15 @@
 """Parking: workers nobody uses stop costing, and come back when room runs short.
 
 Placement packs by itself: waking an idle worker costs its whole step, so B and C fill a busy one
-up to their TPOT and its KV before they touch an idle one. What stays idle for long is parked, a
-few workers of each pool excepted; a parked worker takes no work and may be switched off. One is
-woken when the awake ones of its pool are nearly full, when prompts queue up, or when the router
-had to break a class's target on all of them.
+up to their TPOT and its KV before they touch an idle one. What stays idle for long is parked, as
+long as those left are not filled beyond a limit; a parked worker takes no work and may be
+switched off. As many are woken as bring the pool below that limit again, and one more when the
+router had to break a class's target, or the allowances of packing, on all of them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from serving.core.placed import Placed
 from serving.core.worker import FleetView, Phase, Role, WorkerState
 from serving.fleet.fleet import Fleet
 
-_BROKEN = ("every_worker_breaks_target",)
+_BROKEN = ("every_worker_breaks_target", "over_packing_limit")
 Change = tuple[str, WorkerState]
 """(worker id, the state it should have)."""
 
@@ -29,9 +30,9 @@ class ParkingLimits:
     Attributes:
         idle_after_s: a worker without work for that long is parked.
         min_awake: workers of a pool and phase that stay.
-        wake_above: one is woken when the awake decode workers' slots or KV are this full.
-        wake_tokens: one is woken when more prompt tokens than this wait per awake prefill
-            worker.
+        wake_above: decode workers are woken when slots or KV of the awake ones are this full.
+        wake_tokens: prefill workers are woken when more prompt tokens than this wait per awake
+            one.
     """
 
     idle_after_s: float
@@ -64,7 +65,7 @@ class ParkingRule:
             self._pressed.add((placed.pool, placed.phase))
 
     def decide(self, fleet: Fleet, now_s: float) -> list[Change]:
-        """What should change now: at most one worker of a pool and phase is woken at a time.
+        """What should change now.
 
         Args:
             fleet: the workers; nothing is changed here.
@@ -97,24 +98,30 @@ class ParkingRule:
                 self._busy_at_s[worker_id] = now_s
             else:
                 self._busy_at_s.setdefault(worker_id, now_s)
-        if parked and not coming and self._short(view, phase, pool, awake):
-            return [(workers[parked[0]].worker_id, WorkerState.READY)]
-        spare = len(awake) + len(coming) - limits.min_awake
+        there = len(awake) + len(coming)
+        needed = self._needed(view, phase, awake)
+        if (pool, phase) in self._pressed and not coming:
+            needed = max(needed, there + 1)
+        needed = max(needed, limits.min_awake)
+        if needed > there:
+            woken = parked[: needed - there]
+            return [(workers[row].worker_id, WorkerState.READY) for row in woken]
         idle = [
             row
             for row in reversed(awake)
             if now_s - self._busy_at_s[workers[row].worker_id] >= limits.idle_after_s
         ]
-        return [(workers[row].worker_id, WorkerState.PARKED) for row in idle[: max(0, spare)]]
+        return [(workers[row].worker_id, WorkerState.PARKED) for row in idle[: there - needed]]
 
-    def _short(self, view: FleetView, phase: Phase, pool: str, awake: list[int]) -> bool:
-        if not awake or (pool, phase) in self._pressed:
-            return True
-        rows = np.array(awake, np.int64)
+    def _needed(self, view: FleetView, phase: Phase, awake: list[int]) -> int:
+        """Workers that hold what there is without being filled beyond the limit."""
+        if not awake:
+            return 1
+        rows, limits = np.array(awake, np.int64), self.limits
         if phase is Phase.PREFILL:
             waiting = view.queued_prefill_tokens.take(rows)
-            return bool(waiting.mean() > self.limits.wake_tokens)
+            return math.ceil(float(waiting.sum()) / limits.wake_tokens)
         limit = [view.workers[row].capabilities for row in awake]
         slots = view.num_inflight.take(rows) / np.array([c.max_num_seqs for c in limit])
         kv = 1.0 - view.kv_blocks_free.take(rows) / np.array([c.num_kv_blocks for c in limit])
-        return bool(np.maximum(slots, kv).mean() > self.limits.wake_above)
+        return math.ceil(float(np.maximum(slots, kv).sum()) / limits.wake_above)

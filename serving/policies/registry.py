@@ -17,6 +17,7 @@ from serving.policies.jsq import JoinShortestQueue
 from serving.policies.kv_aware import KvAware
 from serving.policies.p2c import PowerOfTwo
 from serving.policies.p2c_work import PowerOfTwoWork
+from serving.policies.packed_cost import PackedCost, PackingOptions
 from serving.policies.random_choice import RandomChoice
 from serving.policies.round_robin import RoundRobin
 
@@ -64,6 +65,21 @@ def _cost_p2c(
     )
 
 
+def _packed_cost(
+    *,
+    share_a: float = 0.5,
+    share_b: float = 0.9,
+    share_c: float = 1.0,
+    ttft_share: float = 0.25,
+    fill: float = 0.85,
+) -> Policy:
+    return PackedCost(
+        PackingOptions(
+            share_a=share_a, share_b=share_b, share_c=share_c, ttft_share=ttft_share, fill=fill
+        )
+    )
+
+
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "random": RandomChoice,
     "rr": RoundRobin,
@@ -72,6 +88,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "p2c_work": PowerOfTwoWork,
     "kv_aware": KvAware,
     "cost_p2c": _cost_p2c,
+    "packed_cost": _packed_cost,
     "domain": Domain,
     "eldr_static": EldrStatic,
     "eldr_online": EldrOnline,

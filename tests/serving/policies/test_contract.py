@@ -42,6 +42,7 @@ CASES = {
     "eldr_online": Case(spreads=False),
     "expert_cost": Case(reads="speed_factor"),
     "cost_p2c": Case(order_free=False, reads="speed_factor"),
+    "packed_cost": Case(order_free=False, reads="speed_factor", spreads=False),
 }
 RULES = pytest.mark.parametrize("name", sorted(CASES))
 
