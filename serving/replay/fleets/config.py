@@ -127,6 +127,7 @@ class PolicySection(_Section, frozen=True, kw_only=True):
         prefill_options, decode_options: their options.
         table: whether pools are ordered by quotes; False is the static fallback.
         without: what is switched off.
+        num_seeds: it runs on the first so many seeds only; 0 runs on all.
     """
 
     label: str
@@ -136,6 +137,11 @@ class PolicySection(_Section, frozen=True, kw_only=True):
     decode_options: dict[str, object] = {}
     table: bool = False
     without: tuple[Part, ...] = ()
+    num_seeds: Annotated[int, Meta(ge=0)] = 0
+
+    def seeds(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        """Its seeds of all."""
+        return of[: self.num_seeds] if self.num_seeds else of
 
 
 class FleetReplayConfig(_Section, frozen=True, kw_only=True):

@@ -86,12 +86,15 @@ def run_fleets(
     machines_of(config, catalogue)
     rate = sustainable_rate(config, catalogue, config.traffic)
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    total = len(config.loads) * len(config.seeds) * len(config.policies)
+    per_load = sum(len(policy.seeds(config.seeds)) for policy in config.policies)
+    total = len(config.loads) * per_load
     runs: list[Run] = []
     # Seed by seed, so that a replay cut short is a whole one of fewer seeds.
     for seed in config.seeds:
         for load in config.loads:
             for policy in config.policies:
+                if seed not in policy.seeds(config.seeds):
+                    continue
                 file = out / "runs" / f"{_key(config, policy, load, seed)}.json"
                 if file.exists():
                     run = msgspec.json.decode(file.read_bytes(), type=Run)
@@ -164,11 +167,16 @@ def compare(config: FleetReplayConfig, runs: list[Run]) -> list[Comparison]:
     table = {(run.policy, run.load, run.seed): run.metrics for run in runs}
     out = []
     for load in config.loads:
-        mine = [table[config.reference, load, seed] for seed in config.seeds]
         for policy in config.policies:
             if policy.label == config.reference:
                 continue
-            other = [table[policy.label, load, seed] for seed in config.seeds]
+            both = [
+                seed
+                for seed in config.seeds
+                if {(config.reference, load, seed), (policy.label, load, seed)} <= table.keys()
+            ]
+            mine = [table[config.reference, load, seed] for seed in both]
+            other = [table[policy.label, load, seed] for seed in both]
             pct = _pct(mine, other, "usd_per_mtok")
             low, high = interval(pct)
             points = {
@@ -239,7 +247,8 @@ def _key(config: FleetReplayConfig, policy: PolicySection, load: float, seed: in
     parts = [
         _RUN_VERSION.encode(),
         msgspec.json.encode((config.pools, config.traffic, config.parking)),
-        msgspec.json.encode((policy, load, seed, config.capacity_tpot_s)),
+        msgspec.json.encode(msgspec.structs.replace(policy, num_seeds=0)),
+        msgspec.json.encode((load, seed, config.capacity_tpot_s)),
         *(file.read_bytes() for file in inputs),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
