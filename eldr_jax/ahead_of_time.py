@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,7 @@ class CompileJob:
       num_blocks: KV blocks of each replica.
       max_context_tokens: longest sequence.
       histogram: backend that counts experts.
+      compiler_options: of the target's chip.
     """
 
     config: ModelConfig
@@ -81,6 +83,7 @@ class CompileJob:
     num_blocks: int
     max_context_tokens: int
     histogram: str | None
+    compiler_options: Mapping[str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,8 @@ def compile_program(job: CompileJob, program: Program) -> CompiledProgram:
     start_s = time.perf_counter()
     try:
         with jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):
-            compiled = step.lower(*program_arguments(job, program)).compile()
+            lowered = step.lower(*program_arguments(job, program))
+            compiled = lowered.compile(compiler_options=dict(job.compiler_options))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise ProgramOutOfMemoryError(str(error)) from error

@@ -24,7 +24,7 @@ from eldr_jax.command_line import run_binary
 from eldr_jax.compile_report import CompileOptions, compile_all
 from eldr_jax.config import ConfigError, load_model_config
 from eldr_jax.sharding import MeshPlan, ShardingError, make_mesh, plan_for
-from eldr_jax.topology import Target, TargetError, devices_of, parse_target
+from eldr_jax.topology import CHIPS, Target, TargetError, devices_of, parse_target
 
 _OUT_OF_MEMORY = 3
 
@@ -122,6 +122,7 @@ def main() -> None:
         num_blocks=-(-values.kv_cache_tokens // values.block_size),
         max_context_tokens=values.max_context_tokens,
         histogram="pallas_tpu",
+        compiler_options=CHIPS[target.chip].compiler_options,
     )
     programs = [
         Program(phase="prefill", num_tokens=size, num_sequences=min(values.max_sequences, size))

@@ -78,6 +78,7 @@ def compile_all(
         "kv_cache_tokens": job.num_blocks * job.block_size,
         "max_context_tokens": job.max_context_tokens,
         "hbm_bytes_per_device": options.hbm_bytes,
+        "compiler_options": dict(job.compiler_options),
         "versions": _versions(),
         "buckets": [],
         "decode": [],

@@ -34,6 +34,7 @@ class Chip:
       hbm_bytes: memory of one JAX device.
       hbm_bytes_per_s: peak bandwidth of that memory.
       bf16_flops_per_s: peak of one JAX device.
+      compiler_options: what programs for it are compiled with, and should be where they run.
     """
 
     devices_per_chip: int
@@ -41,6 +42,7 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
+    compiler_options: Mapping[str, bool] = MappingProxyType({})
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -66,6 +68,11 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
             hbm_bytes=96 * _GIB,
             hbm_bytes_per_s=7.37e12 / 2,
             bf16_flops_per_s=2307e12 / 2,
+            # Arguments come in tiles of eight rows. The compiler prefers tiles of sixteen for
+            # two-byte types on this chip, and copies all weights into them at every step.
+            compiler_options=MappingProxyType(
+                {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+            ),
         ),
     }
 )

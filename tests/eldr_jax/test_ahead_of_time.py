@@ -55,6 +55,7 @@ def job():
         num_blocks=32,
         max_context_tokens=128,
         histogram="xla",
+        compiler_options={},
     )
 
 
