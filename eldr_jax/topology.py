@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,7 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
-    compiler_options: Mapping[str, bool] = MappingProxyType({})
+    compiler_options: Mapping[str, bool] = field(default_factory=dict)
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
