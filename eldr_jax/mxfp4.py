@@ -20,7 +20,7 @@ _SCALE_NAN = 255
 
 
 def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Floats of an MXFP4 tensor; exact, every value is a float32.
+    """Floats of an MXFP4 tensor, exactly.
 
     Args:
       blocks: uint8 [..., G, 16], two values a byte.
@@ -30,7 +30,8 @@ def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       float32 [..., G*32].
 
     Raises:
-      ValueError: names the shape or type that does not fit, or a scale that means "not a number".
+      ValueError: names the shape or type that does not fit, a scale that means "not a number", or
+        that a value is too large for a float32.
     """
     if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise ValueError(f"{blocks.dtype=} and {scales.dtype=} must be uint8")
@@ -42,4 +43,8 @@ def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     values[..., ::2] = _VALUES[blocks & 0x0F]
     values[..., 1::2] = _VALUES[blocks >> 4]
     exponents = scales.astype(np.int32) - _SCALE_BIAS
-    return np.ldexp(values, exponents[..., None]).reshape(*scales.shape[:-1], -1)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(values, exponents[..., None])
+    if not np.isfinite(values).all():
+        raise ValueError(f"a scale of {scales.max()} makes values too large for a float32")
+    return values.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK_VALUES)

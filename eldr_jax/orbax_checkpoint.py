@@ -63,12 +63,11 @@ def load_orbax(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig,
         raise CheckpointError(f"{folder / CONFIG_FILE}: cannot be read: {error}") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    if not (folder / PARAMS_DIR).is_dir():
+        raise CheckpointError(f"{folder / PARAMS_DIR}: is no folder")
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            stored = checkpointer.metadata(folder / PARAMS_DIR).item_metadata
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder / PARAMS_DIR}: cannot be read: {error}") from error
-        _compare(folder, config, stored)
+        # A folder that orbax did not write has no metadata: everything is missing.
+        _compare(folder, config, checkpointer.metadata(folder / PARAMS_DIR).item_metadata)
         like = jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, dtype),
             param_shapes(config),

@@ -212,7 +212,7 @@ def _map_tiles(
     return jax.tree.map(lambda y: y.reshape(num_rows, *y.shape[2:]), out)
 
 
-def _embed(embedding: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
+def _embed(embedding: jax.Array, config: ModelConfig, token_ids: Rows) -> jax.Array:
     return layers.embed(jnp.maximum(token_ids, 0), embedding, config).astype(jnp.float32)
 
 

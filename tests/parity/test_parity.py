@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eldr_jax.model import model_of
+from eldr_jax.mxfp4 import dequantise
 from eldr_jax.runner import Chunk, PagedRunner
 
 pytestmark = pytest.mark.parity
@@ -110,6 +111,18 @@ def test_padding_changes_no_expert_and_no_bit(pair: Any) -> None:
         np.testing.assert_array_equal(step.expert_ids, expected.expert_ids)
         np.testing.assert_array_equal(step.counts[0], expected.counts[0])
         assert step.logits().tobytes() == expected.logits().tobytes()
+
+
+def test_mxfp4_is_theirs() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.integrations.mxfp4")
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+    scales = rng.integers(100, 150, (2, 6, 3)).astype(np.uint8)
+    expected = theirs.convert_moe_packed_tensors(
+        torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+    )
+    np.testing.assert_array_equal(dequantise(blocks, scales).swapaxes(1, 2), expected.numpy())
 
 
 def test_greedy_continuation_with_cache_is_theirs(
