@@ -266,7 +266,7 @@ def test_phases_are_stretches_of_one_domain_without_repeats(rig, make_scenario):
 
 def test_a_guard_sees_signatures_of_other_prompts_mispredict(rig, make_scenario):
     long = {"num_measured": 160}
-    ratios = []
+    agreements = []
     for wrong_share in (0.0, 1.0):
         given = make_scenario(requests=long, signatures={"wrong_share": wrong_share})
         section = PolicySection(name="expert_cost", guard=True)
@@ -274,8 +274,8 @@ def test_a_guard_sees_signatures_of_other_prompts_mispredict(rig, make_scenario)
         assert ended(simulation.run())
         guard = simulation.replicas[0].guard
         assert guard is not None
-        ratios.append(guard.error_ratio)
-    assert ratios[0] < ratios[1]
+        agreements.append(guard.agreement)
+    assert agreements[1] < agreements[0]
 
 
 def test_a_series_is_the_mean_of_each_stretch(rig, make_scenario):
