@@ -4,21 +4,89 @@
 
 The two halves are priced apart; only the hand-over couples them, and it depends on where the
 prefill worker is, not on which of a place's workers it is. So the best partner is worked out
-once per place that the policy asks about: an exact pass over all decode workers for each.
+once per place that the policy asks about: an exact pass over all decode workers for each. In a
+large fleet only a sample is priced: the workers whose regions are nearest to the request's
+calibration cluster, the least loaded, and the least loaded of each asked place's own domain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from serving.core import objective
 from serving.core.decision import TermKind
-from serving.core.placement import PlacementContext, TermMatrix
+from serving.core.placement import PlacementContext, Regions, TermMatrix
 from serving.core.transfer import LINKS
 from serving.core.worker import Role, WorkerInfo
+
+SAMPLE_ABOVE = 128
+NUM_NEAR = NUM_LIGHT = 24
+NUM_OF_DOMAIN = 4
+
+
+class DecodeRows:
+    """Rows of a decode view that follow from the fleet alone; kept until it changes.
+
+    Attributes:
+        of_pool: rows int64 of each (model, pool).
+    """
+
+    def __init__(self, workers: tuple[WorkerInfo, ...]) -> None:
+        self.workers = workers
+        self.of_pool = _grouped((worker.model, worker.pool) for worker in workers)
+        self._of_domain = _grouped(worker.ici_domain for worker in workers)
+        self._ids = tuple(worker.worker_id for worker in workers)
+        self._orders: dict[int, np.ndarray] = {}
+        self._regions: Regions | None = None
+
+    def sample(self, context: PlacementContext, domains: set[str]) -> np.ndarray:
+        """Rows to price, int64 [R] ascending.
+
+        Args:
+            context: the decode choice; its feasible rows count.
+            domains: of the prefill workers asked about.
+        """
+        feasible, load = context.feasible, context.view.num_inflight
+        chosen = np.zeros(len(feasible), bool)
+        rows = feasible.nonzero()[0]
+        chosen[_lightest(rows, load, NUM_LIGHT)] = True
+        near = self._nearest(context)
+        if near is not None:
+            chosen[near] = True
+        for domain in domains:
+            own = self._of_domain.get(domain)
+            if own is not None:
+                chosen[_lightest(own[feasible[own]], load, NUM_OF_DOMAIN)] = True
+        return chosen.nonzero()[0]
+
+    def _nearest(self, context: PlacementContext) -> np.ndarray | None:
+        """Rows of the nearest regions; the order is a memo of (regions, cluster)."""
+        regions, experts, cluster = context.regions, context.experts, context.cluster
+        if regions is None or experts is None or experts.centroids is None or cluster < 0:
+            return None
+        if self._regions is not regions:
+            self._regions, self._orders = regions, {}
+        order = self._orders.get(cluster)
+        if order is None:
+            cosine = regions.similarity(experts.centroids[cluster], self._ids)
+            order = self._orders[cluster] = (-cosine).argsort(kind="stable")
+        return order[context.feasible[order]][:NUM_NEAR]
+
+
+def _grouped(keys: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
+    found: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        found.setdefault(key, []).append(row)
+    return {key: np.array(rows, np.int64) for key, rows in found.items()}
+
+
+def _lightest(rows: np.ndarray, load: np.ndarray, num: int) -> np.ndarray:
+    if len(rows) <= num:
+        return rows
+    return rows[load.take(rows).argpartition(num)[:num]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,6 +95,7 @@ class DecodeSide:
 
     Attributes:
         context: the choice over W decode workers, with nothing to move.
+        rows: what follows from the fleet.
         feasible: bool [W]; None of it need be True.
         hand_over_ok: who can take KV of a worker like the given one, bool [W].
         transfer_s: hand-over seconds from a worker to each decode worker, float64 [W].
@@ -35,6 +104,7 @@ class DecodeSide:
     """
 
     context: PlacementContext
+    rows: DecodeRows
     feasible: np.ndarray
     hand_over_ok: Callable[[WorkerInfo], np.ndarray]
     transfer_s: Callable[[WorkerInfo], np.ndarray]
@@ -68,6 +138,7 @@ class Ahead:
         self._side: DecodeSide | None = None
         self._partners: dict[object, _Partner] = {}
         self._pack_share: float | None = None
+        self._asked: set[str] = set()
 
     def pack(self, share: float) -> None:
         """See `placement.DecodeAhead`; call it before anything is asked."""
@@ -75,6 +146,8 @@ class Ahead:
 
     def usd(self, rows: np.ndarray) -> np.ndarray:
         """See `placement.DecodeAhead`."""
+        if self._side is None:
+            self._asked = {self._workers[row].ici_domain for row in rows.tolist()}
         return np.array([self.partner(row).usd for row in rows.tolist()])
 
     def breaks_target(self, rows: np.ndarray) -> np.ndarray:
@@ -126,24 +199,27 @@ class Ahead:
     def _priced(self) -> tuple[DecodeSide, objective.DecodePrices]:
         if self._side is None:
             self._side = side = self._decode_side()
-            prices = objective.price(side.context)
+            context, sampled = side.context, None
+            if self._pack_share is None and np.count_nonzero(side.feasible) > SAMPLE_ABOVE:
+                sampled = side.rows.sample(context, self._asked)
+            prices = objective.price(context, rows=sampled)
             assert isinstance(prices, objective.DecodePrices)
             self._prices = prices
             self._score, self._breaks = prices.score_usd, prices.breaks_target()
             if self._pack_share is not None:
                 self._score, inside = prices.packed(self._pack_share)
                 self._breaks = self._breaks | ~inside
-            pools: dict[tuple[str, str], list[int]] = {}
-            for row, worker in enumerate(side.context.view.workers):
-                pools.setdefault((worker.model, worker.pool), []).append(row)
-            self._pools = {key: np.array(found, np.int64) for key, found in pools.items()}
+            self._allowed = side.feasible
+            if sampled is not None:
+                self._allowed = np.zeros(len(side.feasible), bool)
+                self._allowed[sampled] = True
         return self._side, self._prices
 
     def _best(self, source: WorkerInfo) -> _Partner:
         """An exact pass over the decode workers of the source's cell."""
         side, _ = self._priced()
         nobody = _Partner(row=-1, usd=np.inf, breaks=True, transfer_s=0.0, link=0)
-        rows = self._pools.get((source.model, source.pool))
+        rows = side.rows.of_pool.get((source.model, source.pool))
         if rows is None:
             return nobody
         workers = side.context.view.workers
@@ -159,7 +235,7 @@ class Ahead:
                 transfer_s=0.0,
                 link=len(LINKS) - 1,
             )
-        allowed = side.feasible.take(rows) & side.hand_over_ok(source).take(rows)
+        allowed = self._allowed.take(rows) & side.hand_over_ok(source).take(rows)
         if not np.count_nonzero(allowed):
             return nobody
         keeps = allowed & ~self._breaks.take(rows)

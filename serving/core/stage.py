@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serving.core.ahead import Ahead, DecodeSide
+from serving.core.ahead import Ahead, DecodeRows, DecodeSide
 from serving.core.block_hash import BlockHasher
 from serving.core.costs import CostBook, WorkerCosts
 from serving.core.experts import ExpertProfiles
@@ -109,6 +109,7 @@ class StageChooser:
         self._costs = costs
         self._config = config
         self._transfer = TransferTimes(config.links)
+        self._decode_rows: DecodeRows | None = None
         self._hashers: dict[int, BlockHasher] = {}
         self._takers_of: WorkerCosts | None = None
         self._takers: dict[Capabilities, np.ndarray] = {}
@@ -221,7 +222,10 @@ class StageChooser:
         )
         keep, cluster = _keep(given.signature, view, learned)
         num = len(view.workers)
+        if self._decode_rows is None or self._decode_rows.workers is not view.workers:
+            self._decode_rows = DecodeRows(view.workers)
         return DecodeSide(
+            rows=self._decode_rows,
             context=PlacementContext(
                 request=request,
                 phase=Phase.DECODE,
@@ -232,6 +236,7 @@ class StageChooser:
                 transfer_s=np.zeros(num),
                 sequence=given.turn,
                 signature=given.signature,
+                regions=learned.regions,
                 costs=costs,
                 experts=learned.experts,
                 keep=keep,

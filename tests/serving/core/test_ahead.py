@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from serving.core import objective
-from serving.core.ahead import Ahead, DecodeSide
+from serving.core.ahead import SAMPLE_ABOVE, Ahead, DecodeRows, DecodeSide
 from serving.core.decision import DecisionRecord, TermKind
 from serving.core.draws import KeyedDraws
 from serving.core.placement import PlacementContext
@@ -25,6 +25,7 @@ def side(view, *, max_transfer_s=np.inf, **changes) -> DecodeSide:
     times = TransferTimes(SPEEDS)
     given = {
         "context": parts.context(view),
+        "rows": DecodeRows(view.workers),
         "feasible": np.ones(len(view.workers), bool),
         "hand_over_ok": lambda source: np.ones(len(view.workers), bool),
         "transfer_s": lambda source: times.seconds(BYTES, source, view.workers),
@@ -102,6 +103,21 @@ def test_the_decode_side_is_asked_for_once_and_only_when_needed():
     ahead.usd(np.array([0, 1]))
     ahead.matrix(np.array([0]))
     assert len(asked) == 1
+
+
+def test_a_large_fleet_is_sampled_and_the_sources_own_domain_stays_in():
+    num = SAMPLE_ABOVE + 72
+    decoders = tuple(parts.worker(f"d{i}", ici_domain=f"s{i // 20}") for i in range(num))
+    load = np.full(num, 4.0)
+    load[:60] = 1.0  # the least loaded ones are all far away
+    load[185] = 2.0
+    view = parts.view(num, workers=decoders, num_inflight=load)
+    source = (prefill("a", ici_domain="s9"),)
+    dear = dataclasses.replace(parts.TARGET, lambda_usd_per_s=10.0)
+    ahead = Ahead(source, lambda: side(view, context=parts.context(view, target=dear)))
+    ahead.usd(np.array([0]))
+    assert ahead.partner(0).row == 185
+    assert LINKS[ahead.partner(0).link] == "domain"
 
 
 def rig(**changes) -> parts.Rig:
