@@ -1,5 +1,8 @@
 """The host side of the paged step: packs chunks into the smallest compiled bucket.
 
+A bucket is a number of token rows and a number of requests: tokens set the cost of everything but
+the head, requests that of the head and of the step's tables.
+
 One `PagedRunner` is one compiled model; any number of workers with pools of the same shape
 share it, and with it one jit cache. The runner holds no pool: the caller owns it and gets the
 new one back from each step (the old one is donated).
@@ -80,6 +83,7 @@ class PagedRunner:
       num_blocks: KV blocks of every pool.
       block_size: tokens per block.
       token_buckets: compiled step sizes in tokens, ascending multiples of the row tile.
+      request_buckets: compiled numbers of chunks per step, ascending multiples of the row tile.
       max_blocks_per_seq: longest sequence in blocks.
     """
 
@@ -91,14 +95,24 @@ class PagedRunner:
         num_blocks: int,
         block_size: int = 16,
         token_buckets: tuple[int, ...] = (16, 32, 64, 128, 256, 512),
+        request_buckets: tuple[int, ...] = (MAX_CHUNKS,),
         max_blocks_per_seq: int = 64,
         row_tile: int | None = ROW_TILE,
         debug: bool = False,
     ) -> None:
-        if not token_buckets or list(token_buckets) != sorted(set(token_buckets)):
-            raise ValueError(f"{token_buckets=} must be ascending and distinct")
-        if any(bucket < 1 or bucket % ROW_TILE for bucket in token_buckets):
-            raise ValueError(f"{token_buckets=} must be positive multiples of {ROW_TILE}")
+        for name, buckets in (
+            ("token_buckets", token_buckets),
+            ("request_buckets", request_buckets),
+        ):
+            if not buckets or list(buckets) != sorted(set(buckets)):
+                raise ValueError(f"{name}={buckets} must be ascending and distinct")
+            if any(bucket < 1 or bucket % ROW_TILE for bucket in buckets):
+                raise ValueError(f"{name}={buckets} must be positive multiples of {ROW_TILE}")
+        if request_buckets[-1] > token_buckets[-1]:
+            raise ValueError(
+                f"{request_buckets=} must not exceed the largest of {token_buckets=}, "
+                "every request has a token"
+            )
         for name, value in (
             ("num_blocks", num_blocks),
             ("block_size", block_size),
@@ -110,6 +124,7 @@ class PagedRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.token_buckets = token_buckets
+        self.request_buckets = request_buckets
         self.max_blocks_per_seq = max_blocks_per_seq
         self._params = jax.tree.map(jnp.asarray, params)
         self._row_tile = row_tile
@@ -127,19 +142,29 @@ class PagedRunner:
     def warm_up(self, pool: KvPool, progress: Callable[[int, int], None] | None = None) -> KvPool:
         """Compiles every bucket on padding rows; `progress(done, total)` after each."""
         pool = self.write_blocks(pool, np.arange(1), *self.read_blocks(pool, np.arange(1)))
-        for done, bucket in enumerate(self.token_buckets, start=1):
-            pool, output = self._run(pool, self._empty_step(bucket))
+        sizes = self.step_sizes()
+        for done, size in enumerate(sizes, start=1):
+            pool, output = self._run(pool, self._empty_step(*size))
             jax.block_until_ready(output.next_tokens)
             if progress is not None:
-                progress(done, len(self.token_buckets))
+                progress(done, len(sizes))
         return pool
+
+    def step_sizes(self) -> list[tuple[int, int]]:
+        """Every (token rows, requests) a step can be compiled for: requests have a token each."""
+        sizes = []
+        fewest = 1
+        for requests in self.request_buckets:
+            sizes += [(tokens, requests) for tokens in self.token_buckets if tokens >= fewest]
+            fewest = requests + 1
+        return sizes
 
     def step(self, pool: KvPool, chunks: Sequence[Chunk]) -> tuple[KvPool, StepResult]:
         """Runs one step over `chunks`.
 
         Args:
           pool: donated; use only the returned one.
-          chunks: 1 to 16 chunks of different sequences.
+          chunks: chunks of different sequences, at most the largest request bucket.
 
         Returns:
           The new pool and the result; the result is ready (the device has finished).
@@ -150,8 +175,9 @@ class PagedRunner:
         """
         spans = self._check(chunks)
         num_tokens = spans[-1]
-        bucket = self._bucket_for(num_tokens)
-        inputs = self._empty_step(bucket)
+        bucket = _smallest("num_tokens", num_tokens, self.token_buckets)
+        requests = _smallest("num_chunks", len(chunks), self.request_buckets)
+        inputs = self._empty_step(bucket, requests)
         first_count = [0]
         for row, (chunk, begin) in enumerate(zip(chunks, spans, strict=False)):
             length = len(chunk.token_ids)
@@ -229,30 +255,25 @@ class PagedRunner:
             debug=self._debug,
         )
 
-    def _empty_step(self, bucket: int) -> StepInput:
+    def _empty_step(self, bucket: int, requests: int) -> StepInput:
         """A step of padding only, in NumPy arrays the caller may fill."""
         return StepInput(
             token_ids=np.full(bucket, -1, np.int32),
             positions=np.zeros(bucket, np.int32),
             sequences=np.zeros(bucket, np.int32),
-            block_tables=np.zeros((MAX_CHUNKS, self.max_blocks_per_seq), np.int32),
-            logit_rows=np.zeros(MAX_CHUNKS, np.int32),
+            block_tables=np.zeros((requests, self.max_blocks_per_seq), np.int32),
+            logit_rows=np.zeros(requests, np.int32),
             count_rows=np.full(bucket, -1, np.int32),
         )
-
-    def _bucket_for(self, num_tokens: int) -> int:
-        for bucket in self.token_buckets:
-            if bucket >= num_tokens:
-                return bucket
-        raise ValueError(f"{num_tokens=} exceeds the largest bucket {self.token_buckets[-1]}")
 
     def _blocks_of(self, chunk: Chunk) -> int:
         return -(-(chunk.start + len(chunk.token_ids)) // self.block_size)
 
     def _check(self, chunks: Sequence[Chunk]) -> list[int]:
         """First token row of each chunk, and the total at the end."""
-        if not 1 <= len(chunks) <= MAX_CHUNKS:
-            raise ValueError(f"num_chunks={len(chunks)} must be in [1, {MAX_CHUNKS}]")
+        most = self.request_buckets[-1]
+        if not 1 <= len(chunks) <= most:
+            raise ValueError(f"num_chunks={len(chunks)} must be in [1, {most}]")
         spans = [0]
         for index, chunk in enumerate(chunks):
             if len(chunk.token_ids) < 1 or chunk.start < 0:
@@ -271,6 +292,14 @@ class PagedRunner:
                 raise ValueError(f"chunk {index}: block ids must lie in [0, {self.num_blocks})")
             spans.append(spans[-1] + len(chunk.token_ids))
         return spans
+
+
+def _smallest(name: str, count: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `count`."""
+    for bucket in buckets:
+        if bucket >= count:
+            return bucket
+    raise ValueError(f"{name}={count} exceeds the largest bucket {buckets[-1]}")
 
 
 @jax.jit(donate_argnames=("pool",))

@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from eldr_jax import runner as runner_module
 from eldr_jax.config import ModelConfig
 from eldr_jax.model import init_params
+from eldr_jax.paged import paged_step
 from eldr_jax.runner import Chunk, PagedRunner
 
 CONFIG = ModelConfig(
@@ -77,10 +79,71 @@ def test_refuses(runner, chunks, message):
         runner.step(runner.new_pool(), chunks)
 
 
+@pytest.mark.parametrize("name", ["token_buckets", "request_buckets"])
 @pytest.mark.parametrize("buckets", [(), (32, 16), (16, 16), (8,), (0,)])
-def test_refuses_buckets(buckets):
-    with pytest.raises(ValueError, match="token_buckets"):
-        PagedRunner(CONFIG, {}, num_blocks=1, token_buckets=buckets)
+def test_refuses_buckets(name, buckets):
+    with pytest.raises(ValueError, match=name):
+        PagedRunner(CONFIG, {}, num_blocks=1, **{name: buckets})
+
+
+def test_refuses_more_requests_than_tokens():
+    with pytest.raises(ValueError, match="every request has a token"):
+        PagedRunner(CONFIG, {}, num_blocks=1, token_buckets=(16,), request_buckets=(16, 32))
+
+
+def test_decode_of_many_requests_takes_the_smallest_request_bucket_and_never_recompiles():
+    params = init_params(CONFIG, jax.random.key(0))
+    few = PagedRunner(
+        CONFIG,
+        params,
+        num_blocks=40,
+        block_size=4,
+        token_buckets=(16, 48),
+        request_buckets=(16, 48),
+        max_blocks_per_seq=2,
+    )
+    # Seventeen requests need more than sixteen rows: (16, 48) cannot occur.
+    assert few.step_sizes() == [(16, 16), (48, 16), (48, 48)]
+    progress = []
+    pool = few.warm_up(few.new_pool(), lambda done, total: progress.append((done, total)))
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    compiled = paged_step._cache_size(), runner_module._write_blocks._cache_size()
+
+    def row(sequence, token, start):
+        return Chunk(token_ids=np.array([token]), start=start, block_ids=np.array([sequence]))
+
+    results = {}
+    for num_requests in (1, 16, 17, 40):
+        pool = few.new_pool()
+        made = []
+        for start in range(2):
+            chunks = [row(i, (7 * i + start) % 64, start) for i in range(num_requests)]
+            pool, step = few.step(pool, chunks)
+            made.append(step.logits())
+            assert step.logits().shape == (num_requests, CONFIG.vocab_size)
+            assert step.bucket == (16 if num_requests <= 16 else 48)
+            assert all(counts.sum() == 2 * CONFIG.num_layers for counts in step.counts)
+        results[num_requests] = np.stack(made)
+    # A request's logits are the same bits in every company and bucket.
+    for num_requests, made in results.items():
+        shared = results[40][:, :num_requests]
+        np.testing.assert_array_equal(made.view(np.int32), shared.view(np.int32))
+    for num_blocks in (1, 2):
+        blocks = np.arange(num_blocks)
+        pool = few.write_blocks(pool, blocks, *few.read_blocks(pool, blocks))
+    assert (paged_step._cache_size(), runner_module._write_blocks._cache_size()) == compiled
+
+
+def test_the_old_pool_is_given_away(runner):
+    """Donated: a step needs no second cache, and using the old one is an error."""
+    old = runner.new_pool()
+    new, _ = runner.step(old, [_chunk(3)])
+    assert all(cache.is_deleted() for cache in (*old.keys, *old.values))
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(old.keys[0])
+    written = runner.write_blocks(new, np.arange(1), *runner.read_blocks(new, np.arange(1)))
+    assert all(cache.is_deleted() for cache in (*new.keys, *new.values))
+    assert not any(cache.is_deleted() for cache in (*written.keys, *written.values))
 
 
 def test_refuses_blocks_of_another_shape(runner):
