@@ -12,6 +12,7 @@ Suite = Callable[[BenchOptions], BenchReport]
 
 SUITES: Mapping[str, str] = {
     "decode_step": "calibration.bench.decode_suite",
+    "decision": "calibration.bench.decision_suite",
     "index": "calibration.bench.index_suite",
 }
 """Suite name -> module with `run(options) -> BenchReport`.

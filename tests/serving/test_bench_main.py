@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serving.bench_main import Config, Result, run
 from serving.core.errors import ConfigError
+from serving.decision_bench import Config, Result, run
 
 ROOT = Path(__file__).parents[2]
 
