@@ -2,8 +2,9 @@
 
 Ours places prefill and decode with every term on: hashing, prefix look-up, step-bucket padding,
 hand-over, expert signature (counts to unit vector included) and both reservations. The peer's
-`select_and_reserve` hashes, looks up overlap and reserves one worker. Both are asked in turns, in batches, with the same prompt lengths and shared halves. Ours is thread CPU time and wall time;
-the peer works on threads of its own, so its CPU time is its process's.
+`select_and_reserve` hashes, looks up overlap and reserves one worker. Both are asked in turns, in
+batches, with the same prompt lengths and shared halves. Ours is thread CPU time; the peer works
+on threads of its own, so its CPU time is its process's, and its wall time stands beside it.
 """
 
 from __future__ import annotations
