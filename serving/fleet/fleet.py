@@ -153,7 +153,7 @@ class Fleet:
             )
             if self.survival is not None:
                 self._arrange(self.survival)
-                experts = self.survival.rows()
+                experts = self.survival.rows(inflight if self.num_replicas > 1 else None)
         return FleetView(
             workers=index.workers,
             taken_at_s=now_s,

@@ -6,17 +6,44 @@ the log domain (float64, where a million joins and leaves drift by less than flo
 and an emptied worker is reset to exactly 1. Rows stand in the order of the decode view, so the
 view uses the matrix as it is.
 
-The region prior (DESIGN "Placement") is a second matrix, the first times (1 - P)^m.
+The region prior (DESIGN "Placement") is a second matrix, the first times (1 - P)^m. Where
+several routers share the workers, what the others placed there is known by number only; those
+requests count as requests of the worker's region, as the region prior's pseudo-members do: taken
+for average traffic they would hide from each router what the workers are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from serving.core.experts import MIN_KEEP
 from serving.core.worker import ExpertRows
+
+
+@dataclass(slots=True)
+class _Blend:
+    """Rows with other replicas' requests among them, as last worked out; arrays over workers.
+
+    Attributes:
+        stranger: which workers have no region.
+        others: how many of them a row holds, -1 for a row to work out again.
+        survival, survival_sum, prior, prior_sum: as `ExpertRows` has them.
+    """
+
+    stranger: np.ndarray | None = None
+    others: np.ndarray | None = None
+    survival: np.ndarray | None = None
+    survival_sum: np.ndarray | None = None
+    prior: np.ndarray | None = None
+    prior_sum: np.ndarray | None = None
+
+    def forget(self, row: int) -> None:
+        """The row's own requests have changed."""
+        if self.others is not None:
+            self.others[row] = -1.0
 
 
 class SurvivalRows:
@@ -69,6 +96,7 @@ class SurvivalRows:
         self._prior_log = np.zeros((0, size), np.float64)
         self._prior_survival = np.ones((0, size), np.float32)
         self._prior_sum = np.zeros(0, np.float64)
+        self._blend = _Blend()
 
     def arrange(self, worker_ids: tuple[str, ...]) -> None:
         """Puts rows into the order of a new decode view; unknown workers start empty."""
@@ -77,6 +105,7 @@ class SurvivalRows:
         for row in tuple(self._joined):
             self._take_logs(row)
         self._rows = None
+        self._blend = _Blend()
         old = [self._row_of.get(worker_id, -1) for worker_id in worker_ids]
         num, had = len(worker_ids), np.array([row >= 0 for row in old], bool)
         source = np.array([row for row in old if row >= 0], np.int64)
@@ -113,6 +142,7 @@ class SurvivalRows:
         survival *= keep
         self._sum[row] = survival @ self._ones
         self._num[row] += 1
+        self._blend.forget(row)
         if self._profiles is not None:
             if self.drift_rate > 0.0:
                 profile = self._profiles[row]
@@ -129,6 +159,7 @@ class SurvivalRows:
         if row is None:
             return
         self._take_logs(row)
+        self._blend.forget(row)
         self._num[row] -= 1
         if self._num[row] <= 0:
             self._num[row] = 0
@@ -157,6 +188,7 @@ class SurvivalRows:
         """
         num = len(self._worker_ids)
         self._rows = None
+        self._blend = _Blend()
         self._scale = np.full(num, self._default_scale)
         for worker_id, scale in (layer_scale or {}).items():
             if worker_id in self._row_of:
@@ -180,8 +212,21 @@ class SurvivalRows:
         for row in range(num):
             self._refresh_prior(row)
 
-    def rows(self) -> ExpertRows:
-        """The state as a view carries it: these very arrays, which the next join changes."""
+    def rows(self, num_inflight: np.ndarray | None = None) -> ExpertRows:
+        """The state as a view carries it: these very arrays, which the next join changes.
+
+        Args:
+            num_inflight: float64 [W], requests on each worker; those that are not among this
+                router's own (other replicas placed them) then count as requests of the
+                worker's region, where it has one. None leaves them to the reader.
+        """
+        if num_inflight is not None and self._profiles is not None:
+            others = np.maximum(num_inflight - self._num, 0.0)
+            if self._blend.stranger is None:
+                self._blend.stranger = ~self._profiles.any(axis=1)
+            others[self._blend.stranger] = 0.0
+            if others.any():
+                return self._blended(others)
         if self._rows is None:
             prior = self._profiles is not None
             self._rows = ExpertRows(
@@ -194,6 +239,38 @@ class SurvivalRows:
                 survival_prior_sum=self._prior_sum if prior else None,
             )
         return self._rows
+
+    def _blended(self, others: np.ndarray) -> ExpertRows:
+        """Rows with `others` requests of each worker's region among them, float64 [W] >= 0."""
+        assert self._profiles is not None
+        blend = self._blend
+        if blend.others is None:
+            shape = self._survival.shape
+            blend.others = np.full(shape[0], -1.0)
+            blend.survival, blend.prior = (np.empty(shape, np.float32) for _ in range(2))
+            blend.survival_sum, blend.prior_sum = np.empty(shape[0]), np.empty(shape[0])
+        assert blend.survival is not None
+        assert blend.prior is not None
+        assert blend.survival_sum is not None
+        assert blend.prior_sum is not None
+        # A report changes all rows, a placement one: only those are worked out again.
+        for row in np.flatnonzero(blend.others != others).tolist():
+            unused = np.maximum(np.float32(1.0) - self._profiles[row], np.float32(MIN_KEEP))
+            company = unused ** np.float32(others[row])
+            np.multiply(self._survival[row], company, out=blend.survival[row])
+            np.multiply(self._prior_survival[row], company, out=blend.prior[row])
+            blend.survival_sum[row] = blend.survival[row] @ self._ones
+            blend.prior_sum[row] = blend.prior[row] @ self._ones
+        blend.others = others
+        return ExpertRows(
+            survival=blend.survival,
+            survival_sum=blend.survival_sum,
+            num_modelled=self._num + others,
+            layer_scale=self._scale,
+            total_experts=self._total,
+            survival_prior=blend.prior,
+            survival_prior_sum=blend.prior_sum,
+        )
 
     def _take_logs(self, row: int) -> None:
         """Moves joins into the log row; put off until somebody leaves, off the decision."""

@@ -9,6 +9,7 @@ regions are nearest to the request's calibration cluster, and the least loaded.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +31,9 @@ class ExpertCostOptions:
         sample_above: price a sample when more rows than this are feasible.
         num_near: rows of a sample taken for their region.
         num_light: rows of a sample taken for their load.
-        sample_small: price a random half of a cell that is not sampled otherwise, which
-            spreads the choices of several routers with the same stale view.
+        sample_small: price a random part of a cell that is not sampled otherwise, which spreads
+            the choices of several routers with the same stale view.
+        small_share: that part. Fewer rows herd less and choose worse.
     """
 
     score: objective.ScoreOptions = field(default_factory=objective.ScoreOptions)
@@ -40,8 +42,11 @@ class ExpertCostOptions:
     num_near: int = 32
     num_light: int = 32
     sample_small: bool = False
+    small_share: float = 0.5
 
     def __post_init__(self) -> None:
+        if not 0.0 < self.small_share <= 1.0:
+            raise ValueError(f"small_share={self.small_share!r} must lie in (0, 1]")
         for name in ("sample_above", "num_near", "num_light"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be >= 2")
@@ -101,7 +106,7 @@ class ExpertCost:
             return None
         rows = context.feasible.nonzero()[0]
         if num <= options.sample_above:
-            return np.sort(rng.permutation(rows)[: (num + 1) // 2])
+            return np.sort(rng.permutation(rows)[: math.ceil(options.small_share * num)])
         load = _load(context)[rows]
         light = rows[np.argpartition(load, options.num_light)[: options.num_light]]
         near = self._nearest.first(context, options.num_near)

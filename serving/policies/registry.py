@@ -32,6 +32,7 @@ def _expert_cost(
     num_near: int = 32,
     num_light: int = 32,
     sample_small: bool = False,
+    small_share: float = 0.5,
 ) -> Policy:
     score = ScoreOptions(
         region_prior=region_prior, tail_power=tail_power, tail_reference_s=tail_reference_s
@@ -44,6 +45,7 @@ def _expert_cost(
             num_near=num_near,
             num_light=num_light,
             sample_small=sample_small,
+            small_share=small_share,
         )
     )
 

@@ -102,6 +102,31 @@ def test_a_drifting_profile_moves_towards_what_is_placed():
     np.testing.assert_allclose(rows.rows().survival_prior[0], 0.25 * 0.625, rtol=1e-5)
 
 
+def test_requests_of_other_routers_count_as_the_regions_own():
+    rows = SurvivalRows(SIZE, pseudo_members=2.0)
+    rows.arrange(("a", "b", "c"))
+    profile = np.linspace(0.0, 0.9, SIZE, dtype=np.float32)
+    rows.set_profiles({"a": profile, "b": profile[::-1].copy()})
+    mine, later = keeps(2)
+    rows.add("a", mine)
+    inflight = np.array([4.0, 0.0, 5.0])
+    plain, seen = rows.rows(), rows.rows(inflight)
+    assert rows.rows(np.array([1.0, 0.0, 0.0])) is plain
+    np.testing.assert_allclose(seen.survival[0], mine * (1 - profile) ** 3, rtol=1e-5)
+    np.testing.assert_allclose(seen.survival_prior[0], mine * (1 - profile) ** 5, rtol=1e-4)
+    # A worker without a region keeps strangers strange.
+    np.testing.assert_array_equal(seen.num_modelled, [4.0, 0.0, 0.0])
+    np.testing.assert_array_equal(seen.survival[1:], plain.survival[1:])
+    rows.add("a", later)
+    rows.remove("a", mine)
+    again = rows.rows(inflight)
+    np.testing.assert_allclose(again.survival[0], later * (1 - profile) ** 3, rtol=1e-5)
+    np.testing.assert_allclose(again.survival_sum[0], again.survival[0].sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        again.survival_prior_sum[0], again.survival_prior[0].sum(), rtol=1e-5
+    )
+
+
 def test_profiles_are_checked_and_can_be_taken_away():
     rows = SurvivalRows(SIZE)
     rows.arrange(("a",))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from serving.core import objective
+from serving.core.errors import ConfigError
 from serving.core.experts import ExpertProfiles
 from serving.core.request import SloTarget
 from serving.core.worker import Phase
@@ -294,3 +295,7 @@ def test_half_of_a_small_cell_can_be_sampled():
     sizes = {np.isfinite(policy.rank(asked, rng(seed)).score).sum() for seed in range(10)}
     assert sizes == {3}
     assert len(chosen("expert_cost", asked, sample_small=True)) > 1
+    fewer = make_policy("expert_cost", sample_small=True, small_share=0.4)
+    assert np.isfinite(fewer.rank(asked, rng(0)).score).sum() == 2
+    with pytest.raises(ConfigError, match="small_share"):
+        make_policy("expert_cost", small_share=0.0)
