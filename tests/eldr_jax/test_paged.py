@@ -74,8 +74,8 @@ def test_agrees_with_the_whole_sequence_model(runner, params, prompts):
     # One padded batch: what stands behind a prompt's end changes nothing before it.
     longest = max(LENGTHS)
     batch = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
-    forward = model(batch, dispatch=DENSE)
-    logits = np.asarray(model.logits(forward.hidden))
+    forward = jax.jit(lambda tokens: model(tokens, dispatch=DENSE))(batch)
+    logits = np.asarray(jax.jit(model.logits)(forward.hidden))
     ids = np.stack([np.asarray(router.ids) for router in forward.routers])
     ids = ids.reshape(CONFIG.num_layers, len(prompts), longest, -1)
     for row, prompt in enumerate(prompts):

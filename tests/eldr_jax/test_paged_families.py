@@ -79,8 +79,8 @@ def test_agrees_with_the_whole_sequence_model(
     model = model_of(config, params)
     longest = max(LENGTHS)
     batch = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
-    forward = model(batch)
-    logits = np.asarray(model.logits(forward.hidden))
+    forward = jax.jit(lambda tokens: model(tokens))(batch)
+    logits = np.asarray(jax.jit(model.logits)(forward.hidden))
     ids = np.stack([np.asarray(router.ids) for router in forward.routers])
     ids = ids.reshape(config.num_layers, len(prompts), longest, -1)
     for row, result in enumerate(alone):

@@ -1,12 +1,10 @@
 """The runner's packing, its refusals and the block hand-over."""
 
-import jax
 import numpy as np
 import pytest
 
 from eldr_jax import runner as runner_module
 from eldr_jax.config import ModelConfig
-from eldr_jax.model import init_params
 from eldr_jax.paged import paged_step
 from eldr_jax.runner import Chunk, PagedRunner
 
@@ -25,10 +23,10 @@ CONFIG = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def runner():
+def runner(draw_params):
     return PagedRunner(
         CONFIG,
-        init_params(CONFIG, jax.random.key(0)),
+        draw_params(CONFIG),
         num_blocks=12,
         block_size=4,
         token_buckets=(16, 32),
@@ -91,11 +89,12 @@ def test_refuses_more_requests_than_tokens():
         PagedRunner(CONFIG, {}, num_blocks=1, token_buckets=(16,), request_buckets=(16, 32))
 
 
-def test_decode_of_many_requests_takes_the_smallest_request_bucket_and_never_recompiles():
-    params = init_params(CONFIG, jax.random.key(0))
+def test_decode_of_many_requests_takes_the_smallest_request_bucket_and_never_recompiles(
+    draw_params,
+):
     few = PagedRunner(
         CONFIG,
-        params,
+        draw_params(CONFIG),
         num_blocks=40,
         block_size=4,
         token_buckets=(16, 48),
