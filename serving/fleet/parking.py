@@ -19,6 +19,7 @@ from serving.core.worker import FleetView, Phase, Role, WorkerState
 from serving.fleet.fleet import Fleet
 
 _BROKEN = ("every_worker_breaks_target", "over_packing_limit")
+_USE_WEIGHT = 0.05
 Change = tuple[str, WorkerState]
 """(worker id, the state it should have)."""
 
@@ -33,12 +34,16 @@ class ParkingLimits:
         wake_above: decode workers are woken when slots or KV of the awake ones are this full.
         wake_tokens: prefill workers are woken when more prompt tokens than this wait per awake
             one.
+        prefill_use_above: prefill workers are kept and woken so that the awake ones are in use
+            for at most this share of the time (smoothed over some twenty decisions); 0 looks at
+            their queues only.
     """
 
     idle_after_s: float
     min_awake: int = 1
     wake_above: float = 0.8
     wake_tokens: float = 8192.0
+    prefill_use_above: float = 0.7
 
     def __post_init__(self) -> None:
         if not self.idle_after_s > 0:
@@ -47,6 +52,8 @@ class ParkingLimits:
             raise ValueError(f"{self.min_awake=} must be >= 1")
         if not 0.0 < self.wake_above <= 1.0:
             raise ValueError(f"{self.wake_above=} must lie in (0, 1]")
+        if not 0.0 <= self.prefill_use_above <= 1.0:
+            raise ValueError(f"{self.prefill_use_above=} must lie in [0, 1]")
         if not self.wake_tokens > 0:
             raise ValueError(f"{self.wake_tokens=} must be > 0")
 
@@ -57,6 +64,7 @@ class ParkingRule:
     def __init__(self, limits: ParkingLimits) -> None:
         self.limits = limits
         self._busy_at_s: dict[str, float] = {}
+        self._use: dict[str, float] = {}
         self._pressed: set[tuple[str, Phase]] = set()
 
     def placed(self, placed: Placed, now_s: float) -> None:
@@ -120,8 +128,20 @@ class ParkingRule:
         rows, limits = np.array(awake, np.int64), self.limits
         if phase is Phase.PREFILL:
             waiting = view.queued_prefill_tokens.take(rows)
-            return math.ceil(float(waiting.sum()) / limits.wake_tokens)
+            needed = math.ceil(float(waiting.sum()) / limits.wake_tokens)
+            if limits.prefill_use_above > 0.0:
+                used = sum(self._used(view, row) for row in awake)
+                needed = max(needed, math.ceil(used / limits.prefill_use_above))
+            return needed
         limit = [view.workers[row].capabilities for row in awake]
         slots = view.num_inflight.take(rows) / np.array([c.max_num_seqs for c in limit])
         kv = 1.0 - view.kv_blocks_free.take(rows) / np.array([c.num_kv_blocks for c in limit])
         return math.ceil(float(np.maximum(slots, kv).sum()) / limits.wake_above)
+
+    def _used(self, view: FleetView, row: int) -> float:
+        """Share of recent decisions at which a worker had work."""
+        worker_id = view.workers[row].worker_id
+        now = float(view.num_inflight[row] > 0)
+        used = self._use.get(worker_id, now)
+        self._use[worker_id] = used + _USE_WEIGHT * (now - used)
+        return self._use[worker_id]

@@ -47,7 +47,7 @@ class PhaseIndex:
     Attributes:
         workers: W workers in registration order.
         slots: int64 [W], their rows.
-        ready: bool [W], READY, and so is every worker of its slice that is not parked.
+        ready: bool [W], READY, and nobody of its slice is lost or draining.
         whole: bool [W], the slice part of that; None where nothing is in a slice.
         row_of_slot: int64 [capacity], view row of a slot, -1 for slots of other phases.
         block: the slots as a slice, when they are consecutive; None otherwise.
@@ -228,8 +228,8 @@ class FleetRegistry:
         """Whose slice has no worker down, whatever its phase."""
         if not any(worker.slice_id for worker in workers):
             return None
-        up = (WorkerState.READY, WorkerState.PARKED)
-        down = {w.slice_id for w in self._workers.values() if w.slice_id and w.state not in up}
+        gone = (WorkerState.LOST, WorkerState.DRAINING)
+        down = {w.slice_id for w in self._workers.values() if w.slice_id and w.state in gone}
         return np.array([worker.slice_id not in down for worker in workers], bool)
 
     def _changed(self) -> None:

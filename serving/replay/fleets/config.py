@@ -114,6 +114,7 @@ class ParkingSection(_Section, frozen=True, kw_only=True):
     min_awake: Count = 1
     wake_above: Share = 0.85
     wake_tokens: Positive = 16384.0
+    prefill_use_above: Share = 0.7
     wake_s: Positive = 3.0
     check_every_s: Positive = 0.5
 

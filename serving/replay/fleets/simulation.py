@@ -282,6 +282,7 @@ class FleetSimulation:
                     min_awake=limits.min_awake,
                     wake_above=limits.wake_above,
                     wake_tokens=limits.wake_tokens,
+                    prefill_use_above=limits.prefill_use_above,
                 )
             )
         links = self._surface.links(LinkSpeeds(), now_s=0.0)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from serving.core.errors import Rejected
 from serving.core.lease import Reservation
 from serving.core.worker import Phase, Role, WorkerState
 from serving.fleet.fleet import Fleet
@@ -165,3 +166,37 @@ def test_finding_workers():
 def test_rules(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Fleet(**bad)
+
+
+def test_a_slice_is_lost_and_drains_as_one_and_wakes_one_by_one():
+    rig = parts.Rig(num_prefill=0, num_decode=0)
+    for name, slice_id in (("a", "s0"), ("b", "s0"), ("c", "s1"), ("alone", "")):
+        rig.fleet.add(parts.worker(name, slice_id=slice_id), rig.clock.now_s)
+    rig.fleet.add(parts.worker("p", Role.PREFILL, slice_id="s0"), rig.clock.now_s)
+
+    def accepting():
+        view = rig.fleet.view(Phase.DECODE, rig.clock.now_s)
+        return {w.worker_id for w, ok in zip(view.workers, view.accepts, strict=True) if ok}
+
+    assert accepting() == {"a", "b", "c", "alone"}
+    asked = parts.request(arrival_s=rig.clock.now_s)
+    others = frozenset({"a", "c", "alone"})
+    rig.router.place_decode(asked, signature=None, prefill_worker_id=None, exclude=others)
+    released = rig.fleet.set_state("p", WorkerState.LOST)
+    assert [lease.worker_id for lease in released] == ["b"]
+    assert accepting() == {"c", "alone"}
+    rig.fleet.set_state("p", WorkerState.READY)
+    rig.fleet.set_state("a", WorkerState.DRAINING)
+    assert accepting() == {"c", "alone"}
+    with pytest.raises(Rejected, match="2 live decode workers"):
+        rig.router.place_decode(
+            parts.request("r2", arrival_s=rig.clock.now_s),
+            signature=None,
+            prefill_worker_id=None,
+            exclude=frozenset({"c", "alone"}),
+        )
+    # Parking and waking one of a slice's workers is no maintenance of the slice.
+    rig.fleet.set_state("a", WorkerState.PARKED)
+    assert accepting() == {"b", "c", "alone"}
+    rig.fleet.set_state("a", WorkerState.STARTING)
+    assert accepting() == {"b", "c", "alone"}
