@@ -223,7 +223,7 @@ class SurvivalRows:
         if num_inflight is not None and self._profiles is not None:
             others = np.maximum(num_inflight - self._num, 0.0)
             if self._blend.stranger is None:
-                self._blend.stranger = ~self._profiles.any(axis=1)
+                self._blend.stranger = np.logical_not(self._profiles.any(axis=1))
             others[self._blend.stranger] = 0.0
             if others.any():
                 return self._blended(others)

@@ -39,7 +39,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     seed: int
     metrics: dict[str, float]
-    series: tuple[float, ...] = ()
+    series: tuple[float | None, ...] = ()
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,8 +36,8 @@ class Recovery:
 
 
 def recovery(
-    policy: Sequence[Sequence[float]],
-    baseline: Sequence[Sequence[float]],
+    policy: Sequence[Sequence[float | None]],
+    baseline: Sequence[Sequence[float | None]],
     *,
     shift_at: float,
     stretch_s: float,
@@ -46,7 +46,7 @@ def recovery(
     """Measures a recovery.
 
     Args:
-        policy: mean TPOT per seed and stretch, [S, N].
+        policy: mean TPOT per seed and stretch, [S, N]; None where nobody ended.
         baseline: the same of the baseline, seeds in the same order.
         shift_at: stretch in which the mix shifts, a fraction allowed.
         stretch_s: seconds a stretch of arrivals takes.
@@ -58,7 +58,7 @@ def recovery(
     mine, other = np.asarray(policy, np.float64), np.asarray(baseline, np.float64)
     if mine.shape != other.shape or mine.ndim != 2:
         raise ValueError(f"series are {mine.shape} and {other.shape}, must be equal and [S, N]")
-    gain = 100.0 * (1.0 - mine.mean(axis=0) / other.mean(axis=0))
+    gain = 100.0 * (1.0 - np.nanmean(mine, axis=0) / np.nanmean(other, axis=0))
     first, num = int(np.ceil(shift_at)), mine.shape[1]
     after = num - first
     if first < 1 or after < _SMOOTH:

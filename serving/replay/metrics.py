@@ -67,10 +67,12 @@ def run_metrics(outcome: Outcome, workload: Workload, seed: int) -> dict[str, fl
     return found
 
 
-def tpot_series(outcome: Outcome, workload: Workload, window_requests: int) -> tuple[float, ...]:
+def tpot_series(
+    outcome: Outcome, workload: Workload, window_requests: int
+) -> tuple[float | None, ...]:
     """Mean TPOT in ms of each stretch of measured requests in a row; the last may be shorter.
 
-    A stretch of which no request ended gives nan.
+    A stretch of which no request ended gives None.
     """
     if window_requests < 1:
         return ()
@@ -79,9 +81,7 @@ def tpot_series(outcome: Outcome, workload: Workload, window_requests: int) -> t
         tpot_ms[begin : begin + window_requests]
         for begin in range(0, len(tpot_ms), window_requests)
     ]
-    return tuple(
-        float(np.nanmean(part)) if not np.isnan(part).all() else float("nan") for part in stretches
-    )
+    return tuple(None if np.isnan(part).all() else float(np.nanmean(part)) for part in stretches)
 
 
 def _binned_quantile(bins: np.ndarray, share: float) -> float:

@@ -145,24 +145,26 @@ def policies_table(found: Found, cells: Sequence[str], policies: Sequence[str]) 
     return lines
 
 
-def ablation_table(found: Found, cell: str, policies: Sequence[tuple[str, str]]) -> list[str]:
-    """Variants of ELDR's rule against ELDR's rule itself, with Holm's p over all rows.
+def ablation_table(
+    found: Found, cells: Sequence[str], policies: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Variants of a rule against the rule itself, with Holm's p over cells.
 
     Args:
         found: the reports.
-        cell: where they ran.
+        cells: where they ran.
         policies: (variant, what it is compared with).
     """
-    lines = ["| variant | against | P50 | P99 | p of P99, Holm |", "|---|---|---|---|---|"]
+    lines = ["| cell | variant | against | P50 | P99 | p of P99 |", "|---|---|---|---|---|---|"]
     for variant, against in policies:
-        items = [_paired(found, cell, variant, against, metric) for metric in (P50, P99)]
-        holm = "" if items[1] is None else f"{items[1].p_holm:.3f}"
-        lines.append(f"| {variant} | {against} | {pct(items[0])} | {pct(items[1])} | {holm} |")
+        for cell in cells:
+            p50, p99 = (found.get(cell, variant, metric, against) for metric in (P50, P99))
+            if p50 is None or p99 is None:
+                continue
+            lines.append(
+                f"| {cell} | {variant} | {against} | {pct(p50)} | {pct(p99)} | {p99.p_holm:.3f} |"
+            )
     return lines
-
-
-def _paired(found: Found, cell: str, policy: str, against: str, metric: str) -> Comparison | None:
-    return found.get(cell, policy, metric, against)
 
 
 def share_of(found: Found, part: tuple[str, str], whole: tuple[str, str], metric: str) -> float:

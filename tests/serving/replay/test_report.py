@@ -269,4 +269,4 @@ def test_every_replay_file_of_the_tree_reads():
             assert msgspec.json.encode(config)
     names = [config.name for config in load_suite(ROOT / "configs/replay/eldr/all.yaml")]
     assert names[0] == "main"
-    assert set(names) == {"main", "variants", "substrates", "rules", "scaling"}
+    assert set(names) == {"main", "ablations", "variants", "substrates", "rules", "scaling"}
