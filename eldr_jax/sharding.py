@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -270,19 +271,31 @@ def stacked_shapes(config: ModelConfig, plan: MeshPlan, mesh: Mesh, dtype: Any) 
         shapes["lm_head"] = vocab_shape[::-1]
 
     def struct(spec: P, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_format(spec, len(shape), mesh))
 
     return jax.tree.map(struct, param_specs(config, plan), shapes, is_leaf=_is_spec)
 
 
 def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Puts arrays onto a mesh."""
+    """Puts arrays onto a mesh, in the layout that `stacked_shapes` compiles for."""
     return jax.tree.map(
-        lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)),
+        lambda spec, array: jax.device_put(array, _format(spec, array.ndim, mesh)),
         specs,
         tree,
         is_leaf=_is_spec,
     )
+
+
+def _format(spec: P, num_dims: int, mesh: Mesh) -> Any:
+    """Where an array lies, and for stacks of experts that they lie row by row.
+
+    A TPU by itself turns matrices whose width is no multiple of 128, and turns them back, all
+    of them, at every step.
+    """
+    sharding = NamedSharding(mesh, spec)
+    if num_dims < 4:
+        return sharding
+    return Format(Layout(major_to_minor=tuple(range(num_dims))), sharding)
 
 
 def _is_spec(value: Any) -> bool:
