@@ -38,6 +38,7 @@ from serving.engines.relay import Relay, RelayConfig
 from serving.engines.signature_reader import SignatureReader
 from serving.fleet.fleet import Fleet
 from serving.fleet.prefix_index import PrefixIndex
+from serving.fleet.replicas import PrefixReplicas
 from serving.policies.online_regions import OnlineRegions
 from serving.policies.registry import make_policy
 from serving.rpc import health, router_service, vllm_front
@@ -111,6 +112,7 @@ class App:
         self._online: OnlineRegions | None = None
         self._prefix_index = PrefixIndex() if config.router.prefix_index else None
         self._indexed: set[str] = set()
+        self._replicas: PrefixReplicas | None = None
         self._surface: CostSurface | None = None
         self._next_table_s = 0.0
         self._parking = assembly.parking(config)
@@ -408,6 +410,8 @@ class App:
             await self._health.show(draining=self._gate.draining, usable=usable)
             self._push_table(now_s)
             self._park(now_s)
+            if self._replicas is not None and (num := self._replicas.sweep(now_s)):
+                _log.info("%d unused copies of prefixes taken back", num)
             await self._refit(now_s)
             await asyncio.sleep(self.config.router.sweep_every_s)
 
@@ -429,6 +433,8 @@ class App:
             observers.append(self._online)
         if self._prefix_index is not None:
             observers.append(assembly.PrefixCredits(self._prefix_index))
+            self._replicas = PrefixReplicas(self._prefix_index)
+            observers.append(self._replicas)
         if self._parking is not None:
             observers.append(self._parking)
         return tuple(observers)

@@ -34,6 +34,8 @@ class Placed:
         sequence: the decision's number; its draws are keyed by it.
         policy: name of the rule.
         table_version: routing table consulted.
+        passed_over: worker that holds more of the prompt than the chosen one, "" for none.
+        passed_over_tokens: what it holds.
         usd_per_request: its estimate for the cell, None when it made none.
         table_source: what that estimate rests on.
         decided_at_s: unix seconds.
@@ -62,6 +64,8 @@ class Placed:
     switches: tuple[str, ...]
     signature: Signature | None
     evidence: Evidence | None
+    passed_over: str = ""
+    passed_over_tokens: int = 0
     usd_per_request: float | None = None
     table_source: str = ""
 

@@ -118,6 +118,9 @@ def decision_line(placed: Placed, evidence: Evidence, router_id: str) -> Decisio
         "signature_source": "none" if signature is None else signature.source.value,
         "worker_epoch": float(placed.worker.epoch),
     }
+    if placed.passed_over:
+        inputs["passed_over"] = placed.passed_over
+        inputs["passed_over_tokens"] = float(placed.passed_over_tokens)
     if placed.usd_per_request is not None:
         inputs["table_usd_per_request"] = placed.usd_per_request
         inputs["table_source"] = placed.table_source

@@ -372,6 +372,7 @@ class Router(LiveControls):
             everyone=self._recorder.everyone(given.sequence),
             decide_us=0.0 if self._cpu_s is None else (self._cpu_s() - began_s) * 1e6,
         )
+        holder, held_tokens = _passed_over(choice)
         lease = self.fleet.reserve(reservation(given, choice, self.config))
         self._sequence += 1
         self._turns[phase] += 1
@@ -395,6 +396,8 @@ class Router(LiveControls):
             switches=self._live.off,
             signature=given.signature,
             evidence=evidence,
+            passed_over=holder,
+            passed_over_tokens=held_tokens,
             usd_per_request=cell.usd_per_request,
             table_source=cell.source,
         )
@@ -481,3 +484,15 @@ class Router(LiveControls):
                 retries=retries,
             )
         )
+
+
+def _passed_over(choice: StageChoice) -> tuple[str, int]:
+    """A feasible worker that holds more of the prompt than the chosen one, and how much."""
+    context, chosen = choice.context, choice.ranking.chosen
+    if not np.count_nonzero(context.cached_tokens):
+        return "", 0
+    held = context.cached_tokens * context.feasible
+    best = int(held.argmax())
+    if held[best] <= held[chosen]:
+        return "", 0
+    return context.view.workers[best].worker_id, int(held[best])

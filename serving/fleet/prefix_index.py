@@ -265,6 +265,14 @@ class PrefixIndex:
         if len(block_hashes):
             self._store.predict(rank.column, block_hashes, self._now_s)
 
+    def forget(self, worker_id: str, block_hashes: np.ndarray, *, dp_rank: int = 0) -> None:
+        """Takes back what `route` credited a worker with; what it confirmed itself stays.
+
+        Raises:
+            KeyError: no such worker.
+        """
+        self._store.unpredict(self._rank(worker_id, dp_rank).column, block_hashes)
+
     def advance(self, now_s: float) -> None:
         """Lets time pass: predictions end, gaps time out, retired columns are swept.
 

@@ -156,6 +156,14 @@ class PrefixStore:
                 self._extend(plane, column, chain)
         self.tree.prune(ids[end:])
 
+    def unpredict(self, column: int, hashes: np.ndarray) -> None:
+        """Takes back a column's predictions of some blocks; what it confirmed stays."""
+        ids = np.unique(self.tree.table.find(hashes))
+        ids = ids[ids > 0]
+        if len(ids):
+            self.predicted.remove(column, ids)
+            self._lose(column, ids, 0)
+
     def expire(self, now_s: float) -> None:
         """Takes back predictions whose time is up, of a few columns at a time."""
         if now_s >= self.predicted.next_expiry_s:
