@@ -29,16 +29,13 @@ from serving.core.clock import Clock, SystemClock
 from serving.core.errors import ConfigError, Rejected, RejectReason
 from serving.core.placed import PlacementObserver
 from serving.core.router import Router
-from serving.core.worker import Phase, WorkerInfo, WorkerState
-from serving.cost.surface import CostSurface
+from serving.core.worker import Phase, WorkerInfo
 from serving.decision_log import FileDecisionLog
 from serving.engines.base import Engine
 from serving.engines.poller import TelemetryPoller
 from serving.engines.relay import Relay, RelayConfig
 from serving.engines.signature_reader import SignatureReader
 from serving.fleet.fleet import Fleet
-from serving.fleet.prefix_index import PrefixIndex
-from serving.fleet.replicas import PrefixReplicas
 from serving.policies.online_regions import OnlineRegions
 from serving.policies.registry import make_policy
 from serving.rpc import health, router_service, vllm_front
@@ -50,6 +47,7 @@ from serving.rpc.tokenize import TextTokenizer, load_tokenizer
 from serving.rpc.vllm_front import VllmFront
 from serving.signatures.artefact import SignatureArtefact, load_artefact
 from serving.signatures.regions import FittedRegions
+from serving.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from eldr_jax.runner import PagedRunner
@@ -110,12 +108,7 @@ class App:
         self._artefact: SignatureArtefact | None = None
         self._regions: FittedRegions | None = None
         self._online: OnlineRegions | None = None
-        self._prefix_index = PrefixIndex() if config.router.prefix_index else None
-        self._indexed: set[str] = set()
-        self._replicas: PrefixReplicas | None = None
-        self._surface: CostSurface | None = None
-        self._next_table_s = 0.0
-        self._parking = assembly.parking(config)
+        self._upkeep: Upkeep
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] | None = None
@@ -242,17 +235,14 @@ class App:
     async def _start(self) -> None:
         config, clock = self.config, self._clock
         assembly.cost_book(config)  # what is wrong with it is told before anything starts
-        self._surface = surface = assembly.cost_surface(config)
+        self._upkeep = upkeep = Upkeep(config)
         self._check_address()
         if config.log.decisions:
             self._log = FileDecisionLog(Path(config.log.decisions))
         await self._load_artefacts()
         infos = [*await self._start_embedded(), *await assembly.discover(config, clock)]
         self._check_unique(infos)
-        costs = assembly.cost_book(config, surface, infos)
-        links = config.costs.links.speeds()
-        if surface is not None:
-            links = surface.links(links, now_s=clock.monotonic_s())
+        costs = assembly.cost_book(config, upkeep.surface, infos)
         self.fleet = assembly.fleet_of(config, self._artefact)
         for info in infos:
             self.fleet.add(info, clock.monotonic_s())
@@ -267,11 +257,11 @@ class App:
             sink=self._log,
             artefact=self._artefact,
             regions=self._regions,
-            prefix_index=self._prefix_index,
-            links=links,
+            prefix_index=upkeep.prefix_index,
+            links=upkeep.links(clock.monotonic_s()),
             observers=self._observers(),
         )
-        self._push_table(clock.monotonic_s())
+        self._upkeep.push_table(self.router, self.fleet, clock.monotonic_s())
         self._use_regions(config.router.decode_policy)
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
         await self._open_doors(facts)
@@ -408,10 +398,7 @@ class App:
             self._routes.expire(now_s)
             usable = all(self.router.view(phase).accepts.any() for phase in Phase)
             await self._health.show(draining=self._gate.draining, usable=usable)
-            self._push_table(now_s)
-            self._park(now_s)
-            if self._replicas is not None and (num := self._replicas.sweep(now_s)):
-                _log.info("%d unused copies of prefixes taken back", num)
+            self._upkeep.sweep(self.router, self.fleet, now_s)
             await self._refit(now_s)
             await asyncio.sleep(self.config.router.sweep_every_s)
 
@@ -428,51 +415,12 @@ class App:
                 self.router.set_regions(regions)
 
     def _observers(self) -> tuple[PlacementObserver, ...]:
-        observers: list[PlacementObserver] = []
-        if self._online is not None:
-            observers.append(self._online)
-        if self._prefix_index is not None:
-            observers.append(assembly.PrefixCredits(self._prefix_index))
-            self._replicas = PrefixReplicas(self._prefix_index)
-            observers.append(self._replicas)
-        if self._parking is not None:
-            observers.append(self._parking)
-        return tuple(observers)
-
-    def _push_table(self, now_s: float) -> None:
-        """Measurements into the cost surface, its order of pools and its links into the router."""
-        surface, section = self._surface, self.config.costs
-        if surface is None or now_s < self._next_table_s:
-            return
-        self._next_table_s = now_s + section.table_every_s
-        for phase in Phase:
-            view = self.fleet.view(phase, now_s)
-            for info, factor in zip(view.workers, view.speed_factor.tolist(), strict=True):
-                if factor != 1.0:  # exactly as modelled is what an unmeasured worker says
-                    surface.observe_speed(info, factor, now_s=now_s)
-        table = surface.table(self.fleet.workers, self.config.targets(), now_s=now_s)
-        self.router.set_table(table)
-        self.router.set_links(surface.links(section.links.speeds(), now_s=now_s))
-
-    def _park(self, now_s: float) -> None:
-        """Parks workers that nobody uses and wakes parked ones where room runs short."""
-        if self._parking is not None:
-            for worker_id, state in self._parking.decide(self.fleet, now_s):
-                self.fleet.set_state(worker_id, state)
-                _log.info("worker %s: %s", worker_id, state.value)
+        online = () if self._online is None else (self._online,)
+        return (*online, *self._upkeep.observers())
 
     def _fleet_changed(self) -> None:
-        """Workers joined, restarted, changed state or left: lost KV is never credited."""
-        index = self._prefix_index
-        if index is None:
-            return
-        there = {w.worker_id for w in self.fleet.workers if w.state is not WorkerState.LOST}
-        for worker_id in self._indexed - there:
-            index.remove_worker(worker_id)
-        for info in self.fleet.workers:
-            if info.worker_id in there:
-                index.add_worker(info)
-        self._indexed = there
+        """Workers joined, restarted, changed state or left."""
+        self._upkeep.fleet_changed(self.fleet)
 
     def _use_regions(self, policy: str) -> None:
         """Online rules see the regions that follow the traffic, the others the fitted ones."""

@@ -1,0 +1,123 @@
+"""What happens once a beat: lost workers' prefixes, the pushed table, links, parking."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serving.assembly import cost_book
+from serving.config import ServerConfig, check
+from serving.core.block_hash import BlockHasher
+from serving.core.errors import ConfigError
+from serving.core.worker import Phase, Role, WorkerState
+from serving.fleet.registry import LoadReport
+from serving.upkeep import Upkeep
+from tests.serving import decision_parts as parts
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SLO = {slo: {"lambda_usd_per_s": price} for slo, price in (("A", 1e-2), ("B", 1e-3), ("C", 1e-5))}
+
+
+def worker_section(name, role, **changes):
+    given = {"worker_id": name, "address": f"{name}:1", "role": role, "hardware": "tpu7x"}
+    sizes = {"block_size_tokens": 16, "max_num_seqs": 64, "max_context_tokens": 4096}
+    sizes |= {"page_size_tokens": 16, "num_kv_blocks": 1 << 16}
+    return {**given, "pool": "iron", "capabilities": sizes, **changes}
+
+
+def config(**costs) -> ServerConfig:
+    plain = {
+        "schema_version": 1,
+        "model": {"name": "70b_8bit"},
+        "slo": SLO,
+        "router": {"prefix_index": True},
+        "costs": {"hardware_dir": "hardware", "variants": "serving/variants.yaml", **costs},
+        "workers": [worker_section("p0", "prefill"), worker_section("d0", "decode")],
+        "folder": str(CONFIGS),
+    }
+    made = msgspec.convert(plain, ServerConfig)
+    check(made)
+    return made
+
+
+@pytest.fixture
+def rig():
+    return parts.Rig(num_prefill=0, num_decode=0, experts=False, regions=None)
+
+
+def add(rig, name, role, pool="iron", hardware="tpu7x"):
+    given = {"pool": pool, "hardware": hardware, "model": "70b_8bit"}
+    rig.fleet.add(parts.worker(name, role, **given), rig.clock.now_s)
+
+
+def test_a_lost_workers_prefixes_are_forgotten_and_it_may_come_back(rig):
+    for name in ("p0", "p1"):
+        add(rig, name, Role.PREFILL)
+    upkeep = Upkeep(config())
+    upkeep.fleet_changed(rig.fleet)
+    hashes = BlockHasher(16).hashes(parts.request(num_tokens=64).token_ids)
+    upkeep.prefix_index.route("p0", hashes, rig.clock.now_s)
+    workers = rig.router.view(Phase.PREFILL).workers
+    assert upkeep.prefix_index.cached_blocks(hashes, workers).tolist() == [4, 0]
+    rig.fleet.set_state("p0", WorkerState.LOST)
+    upkeep.fleet_changed(rig.fleet)
+    assert upkeep.prefix_index.stats().num_workers == 1
+    rig.fleet.set_state("p0", WorkerState.READY)
+    rig.fleet.remove("p1")
+    upkeep.fleet_changed(rig.fleet)
+    assert upkeep.prefix_index.stats().num_workers == 1
+    workers = rig.router.view(Phase.PREFILL).workers
+    assert upkeep.prefix_index.cached_blocks(hashes, workers).tolist() == [0]
+
+
+def test_measurements_reach_the_table_every_so_often(rig):
+    for pool, hardware in (("iron", "tpu7x"), ("blue", "b200")):
+        for role in (Role.PREFILL, Role.DECODE):
+            add(rig, f"{pool}-{role.value}", role, pool, hardware)
+    upkeep = Upkeep(config(table_every_s=2.0))
+    upkeep.push_table(rig.router, rig.fleet, rig.clock.now_s)
+    asked = parts.request(model="70b_8bit")
+    table = rig.router._live.table(rig.fleet.workers)
+    assert table.version == "surface-1"
+    best = table.cells(asked)[0].pool
+    slow = LoadReport(num_running=0, num_waiting=0, kv_blocks_used=0, speed_factor=3.0)
+    for role in ("prefill", "decode"):
+        rig.fleet.update(f"{best}-{role}", slow, rig.clock.now_s)
+    rig.clock.advance(1.0)
+    upkeep.push_table(rig.router, rig.fleet, rig.clock.now_s)
+    assert rig.router._live.table(rig.fleet.workers) is table
+    rig.clock.advance(1.0)
+    upkeep.push_table(rig.router, rig.fleet, rig.clock.now_s)
+    after = rig.router._live.table(rig.fleet.workers).cells(asked)
+    assert after[-1].pool == best
+    assert after[-1].source == "measured"
+    assert upkeep.links(rig.clock.now_s).domain_of("tpu7x")[0] == 200e9
+
+
+def test_the_sweep_parks_idle_workers(rig):
+    for name in ("d0", "d1"):
+        add(rig, name, Role.DECODE)
+    upkeep = Upkeep(config(park_idle_after_s=3.0))
+    upkeep.sweep(rig.router, rig.fleet, rig.clock.now_s)
+    rig.clock.advance(3.0)
+    upkeep.sweep(rig.router, rig.fleet, rig.clock.now_s)
+    assert [w.state for w in rig.fleet.workers] == [WorkerState.READY, WorkerState.PARKED]
+    assert Upkeep(config()).observers()[-1] is not None
+
+
+def test_rooflines_price_what_nobody_calibrated(rig):
+    made = config()
+    add(rig, "d0", Role.DECODE)
+    (info,) = rig.fleet.workers
+    upkeep = Upkeep(made)
+    cost = cost_book(made, upkeep.surface, [info]).get(info)
+    assert cost.version == "roofline-70b_8bit-tpu7x-1"
+    small = msgspec.structs.replace(made, folder=str(CONFIGS))
+    add(rig, "old", Role.DECODE, hardware="v5e")
+    with pytest.raises(ConfigError, match=r"workers\.old.*hbm_capacity"):
+        cost_book(small, upkeep.surface, rig.fleet.workers)
+
+
+def test_without_a_catalogue_there_is_no_surface_and_cells_must_be_given():
+    with pytest.raises(ConfigError, match=r"costs\.cells has none"):
+        config(variants="")
