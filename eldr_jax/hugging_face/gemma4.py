@@ -72,7 +72,8 @@ _OTHER_TOWERS = (
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads a decoded `config.json`; see `hugging_face.family.Family`."""
-    text = hf.get("text_config", hf)
+    # The multimodal file says some of it beside its text model.
+    text = {**hf, **hf.get("text_config", {})}
     refuse_options(text, _OFF)
     if not text.get("enable_moe_block"):
         raise ConfigError("enable_moe_block must be true, dense members are not computed")

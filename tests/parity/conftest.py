@@ -1,7 +1,8 @@
 """Tiny random checkpoints written by transformers, loaded here, and a table of how they agree.
 
 Runs with the `parity` extra (`make parity`); skipped elsewhere. Weights are drawn so that nothing
-is at its default: norms are not one, biases, sinks and scales not zero or one.
+is at its default: norms are not one, biases, sinks and scales not zero or one. Beside them, the
+reference model of this repository as transformers loads it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from eldr_jax.checkpoint import load_model_dir
 from eldr_jax.config import ModelConfig
@@ -73,6 +75,26 @@ _GEMMA = _SHARED | {
     "sliding_window": 12,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+_GEMMA_WHOLE = {
+    "text_config": _GEMMA,
+    "vision_config": _GEMMA_VISION,
+    # Beyond the vocabulary: a text, and what follows it, holds none of these.
+    "image_token_id": VOCAB + 1,
+    "video_token_id": VOCAB + 2,
+    "audio_token_id": VOCAB + 3,
+}
+REFERENCE = "reference model, trained"
+REFERENCE_FOLDER = Path(__file__).parents[2] / "configs/artefacts/reference_model"
 # Name -> configuration class, model class, settings. One family may have several members.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _QWEN),
@@ -96,6 +118,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
+    ),
+    "gemma4, multimodal folder": (
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        _GEMMA_WHOLE,
     ),
 }
 
@@ -167,7 +194,7 @@ def _draw(torch: Any, model: Any) -> None:
             tensor.copy_(1.0 + 0.2 * noise)
             # Where scores have no factor, a trained model's norms carry it; with norms of one a
             # softmax is so sharp that float32 is 6e-5 from float64, on either side.
-            if "self_attn" in name and model.config.model_type == "gemma4_text":
+            if "self_attn" in name and model.config.model_type.startswith("gemma4"):
                 tensor.mul_(tensor.shape[0] ** -0.25)
         elif tensor.ndim < 2 or name.endswith("bias"):
             tensor.copy_(0.3 * noise)
@@ -177,36 +204,54 @@ def _draw(torch: Any, model: Any) -> None:
             tensor.copy_(gain * noise * fan_in**-0.5)
 
 
-@pytest.fixture(scope="session", params=list(CASES))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """One family's checkpoint on both sides, sharded with an index file."""
-    torch = pytest.importorskip("torch", reason=_REASON)
-    transformers = pytest.importorskip("transformers", reason=_REASON)
-    config_name, model_name, settings = CASES[request.param]
+def _write(torch: Any, transformers: Any, name: str, folder: Path) -> Any:
+    """Draws a model and writes its checkpoint in several files with an index."""
+    config_name, model_name, settings = CASES[name]
     if not hasattr(transformers, model_name):
         pytest.skip(f"transformers {transformers.__version__} has no {model_name}")
-    torch.set_num_threads(1)
-    config = getattr(transformers, config_name)(**settings)
-    model = getattr(transformers, model_name)(config).eval()
+    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**settings))
     with torch.no_grad():
         _draw(torch, model)
-    folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder, max_shard_size="200KB")
     assert (folder / "model.safetensors.index.json").exists()
+    return model.eval()
+
+
+@pytest.fixture(scope="session", params=[*CASES, REFERENCE])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """One checkpoint on both sides."""
+    torch = pytest.importorskip("torch", reason=_REASON)
+    transformers = pytest.importorskip("transformers", reason=_REASON)
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(11)
+    if request.param == REFERENCE:
+        folder = REFERENCE_FOLDER
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        texts = _texts(folder, LENGTHS)
+    else:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        model = _write(torch, transformers, request.param, folder)
+        texts = [rng.integers(3, VOCAB - 3, length) for length in LENGTHS]
     # Greedy decoding runs on past an end token, on both sides.
     model.generation_config.eos_token_id = None
-    rng = np.random.default_rng(11)
-    prompts = tuple(rng.integers(3, VOCAB, length).astype(np.int32) for length in LENGTHS)
-    ours, params = load_model_dir(folder)
+    config, params = load_model_dir(folder)
     return Pair(
         name=request.param,
         torch=torch,
         theirs=model,
-        config=ours,
+        config=config,
         params=params,
-        prompts=prompts,
+        prompts=tuple(text.astype(np.int32) for text in texts),
         folder=folder,
     )
+
+
+def _texts(folder: Path, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    """Beginnings of a text, in tokens: code, law, and other scripts in turns."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (Path(__file__).parents[2] / "configs/prompts/demo.jsonl").read_text("utf-8")
+    tokens = np.asarray(tokenizer.encode(text).ids)
+    return [tokens[997 * index :][:length] for index, length in enumerate(lengths)]
 
 
 _TABLE: dict[str, dict[str, str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eldr_jax.checkpoint import load_model_dir, save_model_dir
 from eldr_jax.model import model_of
 from eldr_jax.mxfp4 import dequantise
 from eldr_jax.runner import Chunk, PagedRunner
@@ -149,3 +151,22 @@ def test_greedy_continuation_with_cache_is_theirs(
     num_equal = sum(list(e) == t for e, t in zip(expected, tokens, strict=True))
     note["greedy tokens equal"] = f"{num_equal} of {len(tokens)} x {len(tokens[0])} tokens"
     np.testing.assert_array_equal(tokens, expected)
+
+
+def test_what_is_saved_here_loads_there(
+    pair: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every tensor is found, none is left over, and the model is the same."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("saved")
+    save_model_dir(folder, pair.config, pair.params)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=pair.torch.float32, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _, rounded = load_model_dir(folder)
+    model = model_of(pair.config, rounded)
+    prompt = pair.prompts[3]
+    logits = jax.jit(lambda tokens: model.logits(model(tokens).hidden))(prompt[None])
+    saved = dataclasses.replace(pair, theirs=theirs)
+    np.testing.assert_allclose(logits[0], saved.read(prompt).logits, atol=LOGIT_BAR)
