@@ -147,10 +147,12 @@ def bars(found: Found) -> list[Bar]:
 
 def _variant_bars(found: Found) -> list[Bar]:
     token = share_of(found, ("token-table", RULE), ("plain", RULE), P50)
+    own_token = share_of(found, ("reference-token-table", RULE), ("reference-batch-16", RULE), P50)
     four = share_of(found, ("stale-200ms-4-routers", SHARED), ("plain", RULE), P99)
     herd = found.get("stale-1s-4-routers", SHARED, P99)
     out = [
         _share("token-table signatures keep 60% of the P50 gain", token, 0.6),
+        _share("the same on the reference model's routing, batch 16", own_token, 0.6),
         _share("4 routers at 200 ms keep 70% of one router's P99 gain", four, 0.7),
         Bar(
             text="4 routers at 1 s do not herd: P99 at most +2%",
