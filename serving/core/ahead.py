@@ -140,9 +140,11 @@ class Ahead:
         self._pack_share: float | None = None
         self._asked: set[str] = set()
 
-    def pack(self, share: float) -> None:
-        """See `placement.DecodeAhead`; call it before anything is asked."""
-        self._pack_share = share
+    def pack(self, share: float | None) -> None:
+        """See `placement.DecodeAhead`."""
+        if share != self._pack_share:
+            self._pack_share, self._side = share, None
+            self._partners.clear()
 
     def usd(self, rows: np.ndarray) -> np.ndarray:
         """See `placement.DecodeAhead`."""

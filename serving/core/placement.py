@@ -41,8 +41,8 @@ class Regions(Protocol):
 class DecodeAhead(Protocol):
     """Decode as a prefill choice sees it (serving/core/ahead.py)."""
 
-    def pack(self, share: float) -> None:
-        """Partners are compared as packing compares them (`DecodePrices.packed`)."""
+    def pack(self, share: float | None) -> None:
+        """Partners are compared as packing compares them (`DecodePrices.packed`); None by J."""
         ...
 
     def usd(self, rows: np.ndarray) -> np.ndarray:

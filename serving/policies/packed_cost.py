@@ -80,6 +80,8 @@ class PackedCost:
         packed = self._prefill(context) if phase is Phase.PREFILL else self._decode(context)
         if packed is not None:
             return packed
+        if context.ahead is not None:
+            context.ahead.pack(None)
         spread = self._by_cost[phase].rank(context, rng)
         return dataclasses.replace(spread, fallback=spread.fallback or "over_packing_limit")
 

@@ -27,7 +27,7 @@ from serving.replay.fleets.traffic import Traffic, draw_domains, draw_traffic
 SCHEMA_VERSION = 1
 ATTAINMENT_POINTS = 0.5
 # A run that is kept is a function of its config and of this code.
-_RUN_VERSION = "1"
+_RUN_VERSION = "2"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,6 +76,21 @@ def test_the_router_packs_both_phases_and_prices_the_pair():
     assert rig.fleet.workers[0].role is Role.PREFILL
 
 
+def test_when_j_decides_partners_are_compared_by_j_too():
+    rig = parts.Rig(num_prefill=2, num_decode=2, prefill="packed_cost", decode="packed_cost")
+    for number in range(16):  # every decode slot is taken, beyond every allowance
+        asked = parts.request(f"o{number}", arrival_s=rig.clock.now_s)
+        if number < 15:
+            rig.router.place_decode(asked, signature=None, prefill_worker_id=None)
+    asked = parts.request("late", arrival_s=rig.clock.now_s)
+    placed = rig.router.place_prefill(asked)
+    assert placed.fallback == "over_packing_limit"
+    rig.router.record(placed)
+    for candidate in rig.router.explain("late")[0].stage.candidates:
+        if candidate.score is not None:
+            assert candidate.score == pytest.approx(candidate.total_usd)
+
+
 @pytest.mark.parametrize("field", ["share_a", "ttft_share", "fill"])
 def test_shares_are_checked(field):
     with pytest.raises(ConfigError, match=field):
