@@ -1,13 +1,15 @@
 """What happens once a beat: lost workers' prefixes, the pushed table, links, parking."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from serving.assembly import cost_book
-from serving.config import ServerConfig, check
+from serving.assembly import cost_book, discover
+from serving.config import ServerConfig, check, load_config
 from serving.core.block_hash import BlockHasher
+from serving.core.clock import ManualClock
 from serving.core.errors import ConfigError
 from serving.core.worker import Phase, Role, WorkerState
 from serving.fleet.registry import LoadReport
@@ -121,3 +123,27 @@ def test_rooflines_price_what_nobody_calibrated(rig):
 def test_without_a_catalogue_there_is_no_surface_and_cells_must_be_given():
     with pytest.raises(ConfigError, match=r"costs\.cells has none"):
         config(variants="")
+
+
+def test_the_fleet_example_becomes_workers_with_slices_and_prices():
+    made = load_config(CONFIGS / "serving" / "fleet.yaml")
+    infos = asyncio.run(discover(made, ManualClock()))
+    by_pool = {info.pool: info for info in infos}
+    assert len(infos) == 7
+    iron, blue = by_pool["ironwood"], by_pool["b200"]
+    assert (iron.slice_id, iron.ici_domain) == ("ironwood-0", "ironwood-0")
+    assert (blue.slice_id, blue.ici_domain) == ("", "b200-0")
+    upkeep = Upkeep(made)
+    costs = cost_book(made, upkeep.surface, infos)
+    assert costs.get(iron).needs_equal_tensor_parallel
+    table = upkeep.surface.table(infos, made.targets(), now_s=0.0)
+    assert {cell.pool for cell in table.cells(parts.request())} == {"ironwood", "b200"}
+
+
+def test_a_label_that_does_not_parse_names_the_worker():
+    made = load_config(CONFIGS / "serving" / "fleet.yaml")
+    labels = made.workers[0].labels | {"cloud.google.com/gke-tpu-topology": "2x"}
+    worker = msgspec.structs.replace(made.workers[0], labels=labels)
+    wrong = msgspec.structs.replace(made, workers=(worker, *made.workers[1:]))
+    with pytest.raises(ConfigError, match=r"workers\[0\]\.labels\.cloud.*topology='2x'"):
+        asyncio.run(discover(wrong, ManualClock()))
