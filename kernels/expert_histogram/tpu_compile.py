@@ -180,11 +180,12 @@ def compile_for(chip: str, spec: HistogramSpec) -> jax.stages.Compiled:
 def loop_trip_counts(layout: Layout) -> list[int]:
     """Runs of the body of each loop of the kernel's schedule, in order.
 
-    Every token is valid and every product needs one window, as with one long request.
-    The compiler dissolves loops that run once.
+    Every token is valid and every product needs one window, as with one long request: its
+    tiles share but the step at their border, the other steps are skipped. The compiler
+    dissolves loops that run once.
     """
     tiles = layout.num_tiles
-    steps = tiles * layout.num_steps
+    steps = layout.num_steps + tiles - 1
     trips = [steps] if steps > 1 else []
     if (clears := layout.accumulator_rows // 64) > 1:
         trips.append(tiles * clears)
