@@ -12,12 +12,15 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from eldr_jax.architecture import AttentionOptions, Yarn
 from eldr_jax.checkpoint import CheckpointError, load_model_dir, save_model_dir, tensor_shapes
 from eldr_jax.config import ConfigError, ModelConfig, block_shapes
 from eldr_jax.hugging_face import family_of, from_hf, to_hf
+from eldr_jax.hugging_face.config_keys import full_interval
 from eldr_jax.mxfp4 import dequantise
 
 DrawParams = Callable[..., dict[str, Any]]
@@ -214,6 +217,22 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         from_hf(to_hf(families[family]) | change)
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_layers=st.integers(1, 40), step=st.integers(0, 45), flipped=st.integers(0, 39))
+def test_layer_kinds_are_read_back_or_refused(num_layers: int, step: int, flipped: int) -> None:
+    full = [bool(step) and (layer + 1) % step == 0 for layer in range(num_layers)]
+    kinds = ["full_attention" if f else "sliding_attention" for f in full]
+    assert full_interval(kinds) == (step if any(full) else 0)
+    # With one layer changed, what is read must still describe these very layers.
+    full[flipped % num_layers] ^= True
+    kinds = ["full_attention" if f else "sliding_attention" for f in full]
+    try:
+        read = full_interval(kinds)
+    except ConfigError:
+        return
+    assert full == [bool(read) and (layer + 1) % read == 0 for layer in range(num_layers)]
 
 
 def test_stretched_frequencies_are_read_and_written(families: dict[str, ModelConfig]) -> None:
