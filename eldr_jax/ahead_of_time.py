@@ -294,6 +294,13 @@ def in_words(error: ProgramOutOfMemoryError, job: CompileJob, program: Program) 
     )
 
 
+def fits_at_no_size(error: ProgramOutOfMemoryError, job: CompileJob, program: Program) -> bool:
+    """Whether weights and cache alone are more than the compiler may use."""
+    weights, cache, _ = program_arguments(job, program)
+    held_bytes = _held_bytes(weights) + _held_bytes(cache)
+    return error.usable_bytes is not None and held_bytes > error.usable_bytes
+
+
 def _held_bytes(tree: Any) -> int:
     """Bytes of a tree of shapes that one device holds."""
     total = 0

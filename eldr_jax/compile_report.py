@@ -15,6 +15,7 @@ from eldr_jax.ahead_of_time import (
     ProgramOutOfMemoryError,
     compile_program,
     export_program,
+    fits_at_no_size,
     histogram_call,
     in_words,
 )
@@ -65,7 +66,8 @@ def compile_all(
 
     Returns:
       The report: "buckets" (prefill) and "decode" with one entry for each program that fits,
-      "failed" with a sentence for each that does not.
+      "failed" with a sentence for each that does not; where weights and cache alone are too
+      large, for the first.
     """
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -90,6 +92,9 @@ def compile_all(
             compiled = compile_program(job, program)
         except ProgramOutOfMemoryError as error:
             _fail(report, program, in_words(error, job, program), error.needed_bytes, finished)
+            if fits_at_no_size(error, job, program):
+                finished("weights and KV cache alone do not fit: no other size is tried")
+                break
             continue
         if compiled.hbm_bytes > options.hbm_bytes:
             message = (

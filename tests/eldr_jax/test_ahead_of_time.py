@@ -40,6 +40,7 @@ CONFIG = ModelConfig(
     moe_intermediate_size=32,
 )
 PREFILL = Program(phase="prefill", num_tokens=64, num_sequences=4)
+LABELS = ("prefill of 64 tokens", "decode of 4 requests")
 DECODE = Program(phase="decode", num_tokens=4, num_sequences=4)
 
 
@@ -90,7 +91,7 @@ def test_the_planner_reads_the_report(job, tmp_path, known_kernel_time):
     lines, labels = [], []
     target = parse_target("v6e:1x1")
     report = compile_all(job, target, options_of(tmp_path), labels.append, lines.append)
-    assert labels == ["prefill of 64 tokens", "decode of 4 requests"]
+    assert labels == list(LABELS)
     assert len(lines) == 2
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
@@ -129,6 +130,24 @@ def test_out_of_memory_is_said_in_words(job, message):
     assert text.startswith("out of memory: prefill of 64 tokens needs 63.63 GiB")
     assert "has 31.25 GiB for programs" in text
     assert "take a larger slice" in text
+
+
+@pytest.mark.parametrize(
+    ("usable", "tried"), [("0.1M", ["prefill of 64 tokens"]), ("31G", list(LABELS))]
+)
+def test_it_stops_where_weights_and_cache_alone_are_too_large(
+    job, tmp_path, monkeypatch, usable, tried
+):
+    def too_large(job, program):
+        raise ProgramOutOfMemoryError(f"RESOURCE_EXHAUSTED: Used 63.0G of {usable} hbm.")
+
+    monkeypatch.setattr(compile_report, "compile_program", too_large)
+    labels, lines = [], []
+    target = parse_target("v6e:1x1")
+    report = compile_all(job, target, options_of(tmp_path), labels.append, lines.append)
+    assert labels == tried
+    assert len(report["failed"]) == len(tried)
+    assert ("no other size is tried" in lines[-1]) == (len(tried) == 1)
 
 
 @pytest.mark.parametrize("message", ["too much", "Used 130.1M of 128.0M vmem"])
