@@ -142,7 +142,7 @@ def policies_table(found: Found, cells: Sequence[str], policies: Sequence[str]) 
             columns.append("" if items == (None, None) else " / ".join(map(pct, items)))
         if any(columns):
             lines.append(f"| {cell} | {' | '.join(columns)} |")
-    return lines
+    return lines if len(lines) > 2 else [f"{MISSING[0].upper()}{MISSING[1:]}."]
 
 
 def ablation_table(

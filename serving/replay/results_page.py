@@ -209,7 +209,7 @@ def _no_gain(found: Found, substrate: str, cells: Sequence[str]) -> Bar:
     furthest = max(made, key=lambda item: abs(item.mean_pct)) if made else None
     return Bar(
         text=f"no gain on {_SUBSTRATES[substrate]}: within 1% in every cell, both rules",
-        measured="furthest " + _at(furthest),
+        measured=MISSING if furthest is None else f"furthest {_at(furthest)} ({furthest.policy})",
         holds=None if furthest is None else abs(furthest.mean_pct) <= 1.0,
     )
 
