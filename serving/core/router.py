@@ -31,6 +31,7 @@ from serving.core.lease import Lease
 from serving.core.live import LiveControls, LiveParts
 from serving.core.placed import OpenRequest, Placed, PlacementObserver
 from serving.core.placement import Policy, Regions
+from serving.core.placing import placed_of
 from serving.core.ports import DecisionSink, FleetPort, PrefixIndex
 from serving.core.recorder import Recorder
 from serving.core.recording import gather
@@ -362,8 +363,8 @@ class Router(LiveControls):
         began_s: float,
     ) -> Placed:
         """Reserves the chosen worker and keeps what the record will need."""
-        request, phase, view, ranking = given.request, given.phase, given.view, choice.ranking
-        worker = view.workers[ranking.chosen]
+        request, phase, ranking = given.request, given.phase, choice.ranking
+        worker = given.view.workers[ranking.chosen]
         cell = next(c for c in given.cells if c.key == (worker.model, worker.pool))
         evidence = gather(
             choice.context,
@@ -372,34 +373,19 @@ class Router(LiveControls):
             everyone=self._recorder.everyone(given.sequence),
             decide_us=0.0 if self._cpu_s is None else (self._cpu_s() - began_s) * 1e6,
         )
-        holder, held_tokens = _passed_over(choice)
         lease = self.fleet.reserve(reservation(given, choice, self.config))
         self._sequence += 1
         self._turns[phase] += 1
-        placed = Placed(
-            request_id=request.request_id,
-            phase=phase,
-            variant=cell.variant,
-            pool=cell.pool,
-            worker=worker,
+        placed = placed_of(
+            given,
+            choice,
+            cell,
             lease=lease,
-            runner_up=view.workers[ranking.runner_up] if ranking.runner_up >= 0 else None,
-            score_delta=ranking.delta(),
-            unit=ranking.unit,
-            fallback=ranking.fallback,
-            block_hashes=choice.block_hashes,
-            cached_tokens=int(choice.context.cached_tokens[ranking.chosen]),
-            sequence=given.sequence,
             policy=self._live.policy(phase).name,
             table_version=table_version,
             decided_at_s=self._clock.wall_s(),
             switches=self._live.off,
-            signature=given.signature,
             evidence=evidence,
-            passed_over=holder,
-            passed_over_tokens=held_tokens,
-            usd_per_request=cell.usd_per_request,
-            table_source=cell.source,
         )
         if self._guard is not None:
             expect_step(self._guard, given, choice)
@@ -484,15 +470,3 @@ class Router(LiveControls):
                 retries=retries,
             )
         )
-
-
-def _passed_over(choice: StageChoice) -> tuple[str, int]:
-    """A feasible worker that holds more of the prompt than the chosen one, and how much."""
-    context, chosen = choice.context, choice.ranking.chosen
-    if not np.count_nonzero(context.cached_tokens):
-        return "", 0
-    held = context.cached_tokens * context.feasible
-    best = int(held.argmax())
-    if held[best] <= held[chosen]:
-        return "", 0
-    return context.view.workers[best].worker_id, int(held[best])
