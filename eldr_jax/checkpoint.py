@@ -4,8 +4,8 @@ A model folder holds `config.json`, `tokenizer.json` and the weights, either `mo
 or several files with `model.safetensors.index.json`. Tensor names and orientation are those of the
 family's published checkpoints (`eldr_jax.hugging_face`), so transformers and vLLM load what is
 saved here and the other way round. Weights are saved in bfloat16 and work in float32; any float
-type is read, and MXFP4 (`eldr_jax.mxfp4`). Everything is checked before a weight is read, and
-weights are read one at a time.
+type is read, and MXFP4 (`eldr_jax.mxfp4`). Names, shapes and types are checked before a weight is
+read, and weights are read one at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 from safetensors import safe_open
@@ -85,7 +86,7 @@ def load_model_dir(path: str | Path) -> tuple[ModelConfig, Params]:
         config = from_hf(json.loads(config_path.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(f"{config_path}: cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{config_path}: not JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from error
@@ -169,18 +170,28 @@ class _Stored:
     @classmethod
     def open(cls, folder: Path, config: ModelConfig, stack: ExitStack) -> _Stored:
         places: dict[str, tuple[Any, str]] = {}
+        problems = []
         family = family_of(config)
-        for file_name in _weight_files(folder):
-            file_path = folder / file_name
+        files, indexed = _weight_files(folder)
+        for file_name in files:
             try:
-                opened = stack.enter_context(safe_open(file_path, framework="numpy"))
+                opened = stack.enter_context(safe_open(folder / file_name, framework="numpy"))
                 names = list(opened.keys())
             except Exception as error:
                 # The reader raises its own type and OSError alike; both mean it is unusable.
-                raise CheckpointError(f"{file_path}: cannot be read: {error}") from error
+                problems.append(f"{file_name}: cannot be read: {error}")
+                continue
+            indexed -= set(names)
             for name in names:
-                if (local := family.local_name(name)) is not None:
-                    places[local] = (opened, name)
+                if (local := family.local_name(name)) is None:
+                    continue
+                if local in places:
+                    problems.append(f"{name} is in {file_name} and in another file")
+                places[local] = (opened, name)
+        if not problems:
+            problems = [f"{INDEX_FILE} names {name}, no file holds it" for name in sorted(indexed)]
+        if problems:
+            raise CheckpointError(f"{folder}: " + "; ".join(problems))
         return cls(folder, places)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -197,7 +208,8 @@ class _Stored:
                 if (got := tuple(view.get_shape())) != wanted:
                     problems.append(f"shape of {part} is {list(got)}, must be {list(wanted)}")
                 if view.get_dtype() not in types:
-                    problems.append(f"type of {part} is {view.get_dtype()}, must be {types[0]}")
+                    rule = f"must be {' or '.join(types)}"
+                    problems.append(f"type of {part} is {view.get_dtype()}, {rule}")
             used |= parts.keys()
         problems += [f"unexpected {name}" for name in self._places.keys() - used]
         if problems:
@@ -227,7 +239,8 @@ class _Stored:
     ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """The stored tensors that are `name`: itself, or its MXFP4 blocks and scales."""
         blocks, scales = name + mxfp4.BLOCKS_SUFFIX, name + mxfp4.SCALES_SUFFIX
-        if name in self._places or not {blocks, scales} & self._places.keys():
+        can_be_packed = len(shape) == 3 and shape[1] % mxfp4.BLOCK_VALUES == 0
+        if name in self._places or not can_be_packed or not {blocks, scales} & self._places.keys():
             return {name: (shape, _FLOAT_TYPES)}
         num_experts, width, out = shape
         groups = (num_experts, out, width // mxfp4.BLOCK_VALUES)
@@ -235,18 +248,26 @@ class _Stored:
         return {blocks: ((*groups, packed), ("U8",)), scales: (groups, ("U8",))}
 
 
-def _weight_files(folder: Path) -> list[str]:
+class _Index(msgspec.Struct):
+    """Which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+def _weight_files(folder: Path) -> tuple[list[str], set[str]]:
+    """Names of the weight files, and of the tensors that the index promises."""
     index_path = folder / INDEX_FILE
     if not index_path.exists():
-        return [WEIGHTS_FILE]
+        return [WEIGHTS_FILE], set()
     try:
-        weight_map: Mapping[str, str] = json.loads(index_path.read_text("utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index_path}: needs a weight_map of names to files") from error
+        weight_map = msgspec.json.decode(index_path.read_bytes(), type=_Index).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        rule = "needs a weight_map of names to files"
+        raise CheckpointError(f"{index_path}: {rule}: {error}") from error
+    files = sorted(set(weight_map.values()))
     if outside := [name for name in files if Path(name).name != name]:
         raise CheckpointError(f"{index_path}: files must lie beside it, not {outside[0]!r}")
-    return files
+    return files, set(weight_map)
 
 
 def _outer_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:

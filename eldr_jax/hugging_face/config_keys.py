@@ -7,9 +7,10 @@ families; both spellings are read. What is written uses the older one, which eve
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from eldr_jax.architecture import Yarn
 from eldr_jax.config import ConfigError, ModelConfig
@@ -32,6 +33,28 @@ _SECONDARY_KEYS = {
     "num_experts_per_tok": "experts_per_token",
 }
 _ROPE_TYPES = ("default", "yarn")
+_Size = Annotated[int, Meta(ge=1)] | None
+_Settings = dict[str, Any] | None
+_Token = int | Annotated[list[int], Meta(min_length=1)] | None
+
+
+class _Members(msgspec.Struct):
+    """Types of the members that code reads before a record checks them."""
+
+    hidden_size: _Size = None
+    num_hidden_layers: _Size = None
+    num_attention_heads: _Size = None
+    num_key_value_heads: _Size = None
+    bos_token_id: _Token = None
+    eos_token_id: _Token = None
+    layer_types: list[str] | None = None
+    rope_scaling: _Settings = None
+    rope_parameters: _Settings = None
+    quantization_config: _Settings = None
+    text_config: _Settings = None
+    per_layer_config: dict[str, dict[str, Any]] | None = None
+
+
 _YARN_KEYS = {
     "factor": "factor",
     "trained_context_tokens": "original_max_position_embeddings",
@@ -40,6 +63,15 @@ _YARN_KEYS = {
     "truncate": "truncate",
     "attention_factor": "attention_factor",
 }
+
+
+def check_members(hf: Mapping[str, Any]) -> None:
+    """Refuses a decoded `config.json` whose members are of the wrong type.
+
+    Raises:
+      ConfigError: names the member, what it is and what it must be.
+    """
+    convert(hf, _Members)
 
 
 def read_fields(
@@ -134,14 +166,15 @@ def layer_kinds(config: ModelConfig) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
-def full_interval(kinds: list[str]) -> int:
+def full_interval(kinds: list[str], num_layers: int) -> int:
     """The n of layers n, 2n, ... that attend to everything; 0 where none does.
 
     Args:
       kinds: `layer_types` of a config.
+      num_layers: how many there must be.
 
     Raises:
-      ConfigError: the full layers are not at such places.
+      ConfigError: the full layers are not at such places, or not every layer has its kind.
     """
     full = [index + 1 for index, kind in enumerate(kinds) if kind == "full_attention"]
     step = full[0] if full else 0
@@ -149,6 +182,8 @@ def full_interval(kinds: list[str]) -> int:
         raise ConfigError(f"layer_types has {', '.join(unknown)}; full and sliding are computed")
     if step and full != list(range(step, len(kinds) + 1, step)):
         raise ConfigError(f"layer_types={kinds} must have full attention at every n-th layer")
+    if len(kinds) != num_layers:
+        raise ConfigError(f"layer_types has {len(kinds)} entries, must have {num_layers}")
     return step
 
 

@@ -21,6 +21,7 @@ from eldr_jax.architecture import (
 from eldr_jax.config import ModelConfig, block_shapes
 from eldr_jax.hugging_face.config_keys import (
     SHARED_KEYS,
+    check_members,
     convert,
     full_interval,
     layer_kinds,
@@ -73,7 +74,8 @@ _OTHER_TOWERS = (
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads a decoded `config.json`; see `hugging_face.family.Family`."""
     # The multimodal file says some of it beside its text model.
-    text = {**hf, **hf.get("text_config", {})}
+    text = {**hf, **(hf.get("text_config") or {})}
+    check_members(text)
     refuse_options(text, _OFF)
     if not text.get("enable_moe_block"):
         raise ConfigError("enable_moe_block must be true, dense members are not computed")
@@ -91,7 +93,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             "value_norm": True,
             "scale": 1.0,
             "sliding_window": text.get("sliding_window"),
-            "full_interval": full_interval(kinds),
+            "full_interval": full_interval(kinds, num_layers),
             "full": _full_attention(text, kinds, rope["full_attention"]),
         },
         AttentionOptions,
@@ -167,6 +169,8 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     rope = text.get("rope_parameters") or {}
     for kind, expected in kinds.items():
         settings = rope.get(kind, {})
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"rope_parameters.{kind}={settings!r} must be an object")
         if settings.get("rope_type", expected) != expected or settings.get("factor", 1.0) != 1.0:
             raise ConfigError(f"rope_parameters.{kind}={settings!r} must be unscaled {expected!r}")
     return {kind: rope.get(kind, {}) for kind in kinds}

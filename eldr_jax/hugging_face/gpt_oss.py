@@ -68,7 +68,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             "sinks": True,
             "query_key_norm": "none",
             "sliding_window": window,
-            "full_interval": full_interval(kinds) if window else 0,
+            "full_interval": full_interval(kinds, num_layers) if window else 0,
             "yarn": yarn,
         },
         AttentionOptions,

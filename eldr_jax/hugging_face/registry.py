@@ -7,6 +7,7 @@ from typing import Any
 
 from eldr_jax.config import ConfigError, ModelConfig
 from eldr_jax.hugging_face import gemma4, gpt_oss, mixtral, olmoe, qwen3_moe
+from eldr_jax.hugging_face.config_keys import check_members
 from eldr_jax.hugging_face.family import Family
 
 _FAMILIES: dict[str, Family] = {
@@ -38,9 +39,12 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     Raises:
       ConfigError: an architecture or an option that is not computed, or missing keys.
     """
+    if not isinstance(hf, Mapping):
+        raise ConfigError(f"config.json={hf!r} must be an object")
     model_type = hf.get("model_type")
-    if model_type not in _BY_MODEL_TYPE:
+    if not isinstance(model_type, str) or model_type not in _BY_MODEL_TYPE:
         raise ConfigError(f"model_type={model_type!r} must be one of {', '.join(_BY_MODEL_TYPE)}")
+    check_members(hf)
     return _BY_MODEL_TYPE[model_type].read_config(hf)
 
 

@@ -120,6 +120,20 @@ def test_shards_with_an_index_load_like_one_file(tmp_path: Path, bf16_params: Dr
     _, loaded = load_model_dir(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
+    index.write_text(json.dumps({"weight_map": weight_map | {"ghost": file_name}}))
+    with pytest.raises(CheckpointError, match="names ghost, no file holds it"):
+        load_model_dir(tmp_path)
+    lost = {"lost": "lost.safetensors", "gone": "gone.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map | lost}))
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: .*; lost\.safetensors: "):
+        load_model_dir(tmp_path)
+    save_file({names[0]: tensors[names[0]]}, tmp_path / "twice.safetensors")
+    index.write_text(json.dumps({"weight_map": weight_map | {names[0]: "twice.safetensors"}}))
+    with pytest.raises(CheckpointError, match="in another file"):
+        load_model_dir(tmp_path)
+    index.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="needs a weight_map"):
+        load_model_dir(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
     with pytest.raises(CheckpointError, match="must lie beside it"):
         load_model_dir(tmp_path)
@@ -154,6 +168,12 @@ def test_unreadable_files_are_named(tmp_path: Path, bf16_params: DrawParams) -> 
         load_model_dir(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"config\.json: model_type='llama'"):
+        load_model_dir(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must be an object"):
+        load_model_dir(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="not JSON"):
         load_model_dir(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):

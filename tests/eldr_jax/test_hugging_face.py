@@ -201,6 +201,16 @@ def test_newer_spelling_of_the_number_of_experts_is_read(families: dict[str, Mod
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "every n-th"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 2}, "has chunked_attention"),
+        ("gpt_oss", {"layer_types": ["sliding_attention"] * 99}, "has 99 entries, must have"),
+        ("gpt_oss", {"layer_types": [None]}, r"layer_types\[0\]|\.layer_types"),
+        ("gpt_oss", {"quantization_config": "mxfp4"}, "quantization_config"),
+        ("qwen3_moe", {"num_attention_heads": 0}, "num_attention_heads"),
+        ("qwen3_moe", {"hidden_size": "64"}, "hidden_size"),
+        ("qwen3_moe", {"rope_scaling": "yarn"}, "rope_scaling"),
+        ("qwen3_moe", {"eos_token_id": []}, "eos_token_id"),
+        ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type"),
+        ("gemma4", {"rope_parameters": {"full_attention": 3}}, "must be an object"),
+        ("gemma4", {"text_config": {"hidden_size": 0}}, "hidden_size"),
         ("gemma4", {"enable_moe_block": False}, "enable_moe_block must be true"),
         ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 must be 0"),
         ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8"),
@@ -224,12 +234,12 @@ def test_what_is_not_computed_is_refused(
 def test_layer_kinds_are_read_back_or_refused(num_layers: int, step: int, flipped: int) -> None:
     full = [bool(step) and (layer + 1) % step == 0 for layer in range(num_layers)]
     kinds = ["full_attention" if f else "sliding_attention" for f in full]
-    assert full_interval(kinds) == (step if any(full) else 0)
+    assert full_interval(kinds, num_layers) == (step if any(full) else 0)
     # With one layer changed, what is read must still describe these very layers.
     full[flipped % num_layers] ^= True
     kinds = ["full_attention" if f else "sliding_attention" for f in full]
     try:
-        read = full_interval(kinds)
+        read = full_interval(kinds, num_layers)
     except ConfigError:
         return
     assert full == [bool(read) and (layer + 1) % read == 0 for layer in range(num_layers)]

@@ -1,5 +1,9 @@
 """The runner's packing, its refusals and the block hand-over."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,6 +48,27 @@ def test_takes_the_smallest_bucket(runner):
     assert (result.bucket, result.num_tokens) == (16, 16)
     _, result = runner.step(pool, [_chunk(17)])
     assert (result.bucket, result.num_tokens) == (32, 17)
+
+
+def test_a_step_leaves_no_ids_and_waits_for_no_host(runner, monkeypatch):
+    """Of what the gate chose only the blocks' counts leave the program that serves."""
+    seen = []
+
+    def watched(*args, **static):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        seen.append((shapes, functools.partial(paged_step, **static)))
+        return paged_step(*args, **static)
+
+    monkeypatch.setattr(runner_module, "paged_step", watched)
+    runner.step(runner.new_pool(), [_chunk(16)])
+    (shapes, program), *_ = seen
+    _, output = jax.eval_shape(program, *shapes)
+    assert output.expert_ids is None
+    assert output.hidden is None
+    one_a_choice = CONFIG.num_layers * CONFIG.num_experts_per_tok * 16
+    whole = [x for x in jax.tree.leaves(output) if jnp.issubdtype(x.dtype, jnp.integer)]
+    assert {x.size for x in whole}.isdisjoint({one_a_choice, one_a_choice // CONFIG.num_layers})
+    assert "callback" not in str(jax.make_jaxpr(program)(*shapes))
 
 
 def test_block_hand_over_continues_identically(runner):
