@@ -8,12 +8,14 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+_INTERRUPTED = 130
+
 
 def run_binary(main: Callable[[], None], errors: tuple[type[Exception], ...]) -> None:
     """Parses the flags and runs a binary.
 
     A wrong flag, an argument that is no flag, or one of `errors` (and any `OSError`, which names
-    the file) ends the process with status 2 and the message on stderr.
+    the file) ends the process with status 2 and the message on stderr; an interrupt with 130.
 
     Args:
       main: what to run once the flags are parsed.
@@ -37,6 +39,9 @@ def run_binary(main: Callable[[], None], errors: tuple[type[Exception], ...]) ->
             main()
         except (*errors, OSError) as error:
             _stop(error)
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted\n")
+            sys.exit(_INTERRUPTED)
 
     app.run(guarded, flags_parser=parse)
 

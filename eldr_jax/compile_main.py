@@ -10,6 +10,7 @@ programs as portable StableHLO. Exits 3 when a program does not fit the memory, 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from eldr_jax.compile_report import CompileOptions, compile_all
 from eldr_jax.config import ConfigError, load_model_config
 from eldr_jax.sharding import MeshPlan, ShardingError, make_mesh, plan_for
 from eldr_jax.topology import CHIPS, Target, TargetError, devices_of, parse_target
+from kernels.expert_histogram import HistogramArgumentError
 
 _OUT_OF_MEMORY = 3
 
@@ -97,7 +99,6 @@ def run(
     for failure in report["failed"]:
         sys.stderr.write(f"{failure['message']}\n")
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"wrote {options.out}", highlight=False)
     return not report["failed"]
@@ -132,6 +133,20 @@ def main() -> None:
         Program(phase="decode", num_tokens=size, num_sequences=size)
         for size in _sizes("decode_batches", values.decode_batches)
     ]
+    if not programs:
+        raise CompileFlagError("--buckets and --decode_batches are both empty: nothing to compile")
+    if values.hbm_gib is not None and not 0 < values.hbm_gib < math.inf:
+        raise CompileFlagError(f"--hbm_gib={values.hbm_gib} must be positive and finite")
+    if values.kv_cache_tokens < values.max_context_tokens:
+        rule = f"must hold a sequence of --max_context_tokens={values.max_context_tokens}"
+        raise CompileFlagError(f"--kv_cache_tokens={values.kv_cache_tokens} {rule}")
+    # What cannot be written is told before minutes of compilation.
+    if values.export:
+        Path(values.export).mkdir(parents=True, exist_ok=True)
+    if values.out:
+        Path(values.out).parent.mkdir(parents=True, exist_ok=True)
+        if Path(values.out).is_dir():
+            raise CompileFlagError(f"--out={values.out} must be a file, it is a folder")
     options = CompileOptions(
         model=values.model,
         programs=tuple(programs),
@@ -171,7 +186,9 @@ def _sizes(name: str, texts: list[str]) -> list[int]:
 def cli() -> None:
     """Entry point."""
     define_flags()
-    run_binary(main, (ConfigError, ShardingError, TargetError, CompileFlagError))
+    run_binary(
+        main, (ConfigError, ShardingError, TargetError, CompileFlagError, HistogramArgumentError)
+    )
 
 
 if __name__ == "__main__":

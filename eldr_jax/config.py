@@ -261,10 +261,10 @@ def load_model_config(path: str | Path) -> ModelConfig:
       ConfigError: the file is no YAML mapping of that shape; names the field and the rule.
       OSError: the file cannot be read.
     """
-    text = Path(path).read_text(encoding="utf-8")
     try:
+        text = Path(path).read_text(encoding="utf-8")
         return msgspec.convert(yaml.safe_load(text), _ModelFile).model
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}{_nearest_field(str(error))}") from error

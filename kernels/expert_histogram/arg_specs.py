@@ -5,6 +5,7 @@ backend repeats a check and all of them refuse the same calls.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,17 @@ MAX_NUM_COUNTS = 2**31 - 1
 
 
 def default_out_dtype(block_size: int) -> np.dtype:
-    """Smallest unsigned dtype that holds a block's largest possible count.
+    """Smallest dtype that holds a block's largest possible count.
 
     Args:
         block_size: tokens in a KV block. A token's ids are distinct, so no
             expert of a block counts more than this.
 
     Returns:
-        uint8 up to 255 tokens, else uint16.
+        uint8 up to 255 tokens, uint16 up to 65,535, else int32.
     """
-    return np.dtype(np.uint8 if block_size <= np.iinfo(np.uint8).max else np.uint16)
+    fits = (name for name in OUT_DTYPES if block_size <= np.iinfo(name).max)
+    return np.dtype(next(fits, OUT_DTYPES[-1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,8 @@ class HistogramSpec:
             "block_size",
         ):
             value = getattr(self, name)
-            if value < 1:
-                raise HistogramArgumentError(f"{name}={value} must be at least 1")
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise HistogramArgumentError(f"{name}={value!r} must be an integer of at least 1")
         if self.top_k > self.num_experts:
             raise HistogramArgumentError(
                 f"top_k={self.top_k} must not exceed num_experts={self.num_experts}: "
@@ -84,7 +86,7 @@ class HistogramSpec:
             raise HistogramArgumentError(
                 f"out_dtype={self.out_dtype} holds counts up to {largest}, but a block of "
                 f"block_size={self.block_size} tokens may count {self.block_size}: "
-                f"use {default_out_dtype(self.block_size).name} or int32"
+                f"use {default_out_dtype(self.block_size).name}"
             )
         num_counts = self.num_blocks * self.num_layers * self.num_experts
         if num_counts > MAX_NUM_COUNTS:
@@ -139,7 +141,16 @@ def spec_of_call(
             f"block_of_token has shape {block_of_token.shape} and dtype {block_of_token.dtype}; "
             f"it must be [T={num_tokens}] int32"
         )
-    chosen = default_out_dtype(block_size) if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype is None:
+        chosen = (
+            default_out_dtype(block_size) if isinstance(block_size, Integral) else OUT_DTYPES[-1]
+        )
+    else:
+        chosen = out_dtype
+    try:
+        dtype_name = np.dtype(chosen).name
+    except TypeError:
+        dtype_name = str(chosen)  # the rule below refuses it by name
     return HistogramSpec(
         num_layers=num_layers,
         top_k=top_k,
@@ -147,5 +158,5 @@ def spec_of_call(
         num_blocks=num_blocks,
         num_experts=num_experts,
         block_size=block_size,
-        out_dtype=chosen.name,
+        out_dtype=dtype_name,
     )

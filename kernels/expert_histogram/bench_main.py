@@ -51,7 +51,9 @@ def main(argv: list[str]) -> None:
             out=None if _OUT.value is None else Path(_OUT.value),
         )
         config.specs()
-    except HistogramArgumentError as error:
+        if config.out is not None:  # told before the work, not after it
+            config.out.parent.mkdir(parents=True, exist_ok=True)
+    except (HistogramArgumentError, OSError) as error:
         print(f"bench_main: {error}", file=sys.stderr)
         sys.exit(2)
     run(config, functools.partial(print, flush=True))

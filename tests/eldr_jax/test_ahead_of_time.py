@@ -200,6 +200,25 @@ def test_a_wrong_target_exits_2():
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("--hbm_gib=0", "--hbm_gib=0.0 must be positive"),
+        ("--buckets=", "nothing to compile"),
+        ("--kv_cache_tokens=1", "--kv_cache_tokens=1 must hold a sequence"),
+        ("--out=/dev/null/report.json", "/dev/null"),
+        ("--export=/dev/null/programs", "/dev/null"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_is_compiled(flag, rule):
+    model = "--model=configs/models/eldr_ref.yaml"
+    done = run_command(model, "--target=v6e:1x1", "--decode_batches=", flag)
+    assert done.returncode == 2
+    assert rule in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_model_larger_than_the_slice_exits_3():
     done = run_command(
         "--model=configs/models/qwen3_30b_a3b.yaml",
