@@ -186,8 +186,10 @@ class Relay:
 
     async def settle(self) -> None:
         """Waits for the aborts and releases still under way."""
-        while self._behind:
-            await asyncio.gather(*self._behind, return_exceptions=True)
+        # A finished task is still in the set until the loop comes round, and from Python 3.12 on
+        # waiting for finished tasks alone does not let it.
+        while pending := [task for task in self._behind if not task.done()]:
+            await asyncio.gather(*pending, return_exceptions=True)
 
     def behind(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Runs a clean-up call without anybody waiting for it."""

@@ -261,3 +261,20 @@ def test_kv_of_an_abandoned_prefill_is_freed(
         await rig.settled()
 
     scenario(body)
+
+
+def test_settling_right_after_a_clean_up_ended_returns(scenario: Scenario) -> None:
+    """The clean-up is done, but the loop has not yet come round to forget it."""
+
+    async def body(rig) -> None:
+        ended = []
+
+        async def clean_up() -> None:
+            ended.append(True)
+
+        rig.app.relay.behind(clean_up(), "clean-up")
+        await asyncio.sleep(0)
+        assert ended
+        await rig.app.relay.settle()
+
+    scenario(body)
