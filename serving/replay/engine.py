@@ -34,6 +34,7 @@ from serving.replay.config import EventSection, PolicySection, Scenario
 from serving.replay.decode import DecodeFleet
 from serving.replay.decode_kernel import Times
 from serving.replay.learned import Learned, SignatureSourceOfPrompts
+from serving.replay.outcome import Outcome
 from serving.replay.prefill import PrefillWorker
 from serving.replay.replica import Replica, SampleSink, build_replica, workers_of
 from serving.replay.service import PrefillTimes
@@ -49,38 +50,6 @@ class Machine:
     decode: Times
     prefill: PrefillTimes
     cost: CellCost
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Outcome:
-    """What a run left behind; arrays over all N requests.
-
-    Attributes:
-        ttft_s: float64 [N], nan where no first token came.
-        tpot_s: float64 [N], (last - first decode token) / (n - 1); nan where fewer than two
-            decode tokens came or the request did not end.
-        decode_worker: int64 [N], -1 before placement.
-        rejected: bool [N].
-        num_retries: placements after a refusal or a loss.
-        num_preempted: see `DecodeFleet`.
-        step_sums, step_bins: see `decode_kernel.Tally`.
-        num_cached_tokens, num_prompt_tokens: over all prefill workers.
-        end_s: virtual seconds.
-        lines: sampled decision and outcome lines.
-    """
-
-    ttft_s: np.ndarray
-    tpot_s: np.ndarray
-    decode_worker: np.ndarray
-    rejected: np.ndarray
-    num_retries: int
-    num_preempted: int
-    step_sums: np.ndarray
-    step_bins: np.ndarray
-    num_cached_tokens: int
-    num_prompt_tokens: int
-    end_s: float
-    lines: list
 
 
 class Simulation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from serving.replay.decode_kernel import BINS_PER_FACTOR, LOWEST_S
-from serving.replay.engine import Outcome
+from serving.replay.outcome import Outcome
 from serving.replay.workload import Workload
 
 _RESAMPLES = 200

@@ -9,8 +9,9 @@ import pytest
 
 from serving.replay.bank import RoutingBank, synthetic_bank
 from serving.replay.config import PolicySection, ReplayConfig, Scenario
-from serving.replay.engine import Machine, Outcome, Simulation
+from serving.replay.engine import Machine, Simulation
 from serving.replay.learned import Learned
+from serving.replay.outcome import Outcome
 from serving.replay.service import cell_cost, decode_times, load_latency, prefill_times
 from serving.replay.workload import Workload, build_workload
 from serving.signatures.artefact import CalibrationSet, SignatureArtefact
