@@ -118,8 +118,9 @@ class BlockTree:
         end = int(clash.argmax()) if clash.any() else len(ids)
         need = int(np.count_nonzero(missing[:end])) + adopt
         room = self.table.capacity - len(self.table)
+        keep = ids[:0]
         if need > room:
-            keep = np.append(ids[:end][~missing[:end]], max(parent, 0))
+            keep = np.append(ids[:end][~missing[:end]], np.int32(max(parent, 0)))
             # More than is needed at once: looking for old leaves is what costs.
             self._evict(max(need - room, self.table.capacity // _CAPACITY_SHARE), keep)
             room = self.table.capacity - len(self.table)
@@ -128,6 +129,7 @@ class BlockTree:
             room -= 1
         elif adopt:
             # Not even the first block fits beside its parent.
+            self.prune(keep[keep > 0])
             return Chain(ids=ids[:0], parent=UNKNOWN, num_refused=len(ids))
         if need - adopt > room:
             end = int(np.searchsorted(np.cumsum(missing[:end]), room, side="right"))
@@ -142,6 +144,9 @@ class BlockTree:
             ids = ids[:linked]
         if parent > 0:
             self.used_at[parent] = tick
+        if len(keep):
+            # Kept from eviction, but cut off: with its children gone it may be of no use.
+            self.prune(np.setdiff1d(keep[keep > 0], ids))
         return Chain(ids=ids, parent=parent, num_refused=refused)
 
     def step(self, parent: int, block_hash: int, tick: int) -> int:

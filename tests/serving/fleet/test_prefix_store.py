@@ -235,6 +235,21 @@ def test_inner_block_lost_and_found_restores_what_hangs_under_it():
     assert store.depths(prompt, 0)[[column, other]].tolist() == [8, 8]
 
 
+def test_a_block_of_unknown_origin_is_forgotten_with_the_last_under_it():
+    """Room is made for a prompt that leads to the block, and then ends before it."""
+    store = PrefixStore(max_blocks=2, max_predicted=1, num_tiers=1)
+    column = store.add_column()
+    store.predicted.configure(column, ttl_s=5.0, limit=1)
+    prompt = np.arange(1, 6, dtype=np.uint64)
+    store.stored(column, 0, 4, prompt[4:])
+    store.predict(column, prompt[:4], 0.0)
+    assert store.depths(prompt, 0)[column] <= 1
+    store.retire(column)
+    for _ in range(3):
+        store.sweep(10)
+    assert len(store.tree.table) == 0
+
+
 def test_slower_tier_is_bounded_by_configuration():
     store = PrefixStore(max_blocks=10, max_predicted=10, num_tiers=2)
     with pytest.raises(ValueError, match=r"tier=2 must be in \[0, 2\)"):
