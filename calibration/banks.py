@@ -32,7 +32,8 @@ def bank_part(
         for prompt, count in zip(use, num_rows, strict=True)
     ]
     tokens = [arrays["token_ids"][token_starts[p] : token_starts[p + 1]] for p in use]
-    return {
+    gates = {"gates": arrays["prefill_gates"][use]} if "prefill_gates" in arrays else {}
+    return gates | {
         "domain": arrays["domain"][use],
         "num_tokens": prompt_tokens[use],
         "token_ids": np.concatenate(tokens),
@@ -73,6 +74,7 @@ def bank_of(
         token_starts=_starts(joined("num_tokens")),
         token_ids=joined("token_ids").astype(np.int32),
         prefill=joined("prefill"),
+        gates=joined("gates") if all("gates" in part for part in parts) else None,
         row_starts=_starts(joined("num_rows")),
         rows=joined("rows"),
     )

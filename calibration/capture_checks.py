@@ -9,6 +9,9 @@ import numpy as np
 
 from serving.core.errors import ArtefactError
 
+# Gate sums are kept as whole numbers of this part of a token, scaled by k so that a layer's row
+# adds up to tokens * k as counts do; small enough for 2^20 tokens in 32 bits.
+GATE_UNITS = 256
 _SCALARS = ("prompt_id", "domain", "num_prompt_tokens", "num_decode_tokens")
 
 
@@ -65,6 +68,9 @@ def check_chunk(arrays: dict[str, np.ndarray], geometry: Geometry, file: Path) -
         experts = arrays.get(f"{phase}_experts")
         if experts is not None:
             _check_experts(experts, arrays[phase], tokens, geometry, file, f"{phase}_experts")
+    gates = arrays.get("prefill_gates")
+    if gates is not None:
+        _check_gates(gates, arrays["num_prompt_tokens"], geometry, file)
     total = int(arrays["num_prompt_tokens"].sum())
     if arrays["token_ids"].shape != (total,):
         raise CaptureError(file, f"must have shape ({total},)", field="token_ids")
@@ -91,6 +97,19 @@ def _check_counts(
         raise CaptureError(
             file, f"a count must be <= the {tokens[row]} tokens", row=row, field=name
         )
+
+
+def _check_gates(gates: np.ndarray, tokens: np.ndarray, geometry: Geometry, file: Path) -> None:
+    shape = (len(tokens), geometry.num_layers, geometry.num_experts)
+    if gates.shape != shape or gates.dtype.kind != "u":
+        raise CaptureError(file, f"must be unsigned of shape {shape}", field="prefill_gates")
+    wanted = tokens[:, None].astype(np.int64) * geometry.top_k * GATE_UNITS
+    # Every entry is rounded by itself, and probabilities are float32.
+    off = np.abs(gates.sum(axis=2, dtype=np.int64) - wanted)
+    if (wrong := np.argwhere(off > geometry.num_experts + 1e-3 * wanted)).size:
+        row, layer = wrong[0].tolist()
+        rule = f"layer {layer} must sum to tokens * k * {GATE_UNITS} = {wanted[row, 0]}, it is off"
+        raise CaptureError(file, f"{rule} by {off[row, layer]}", row=row, field="prefill_gates")
 
 
 def _check_experts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from absl import flags
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from calibration.capture import blocks_for, capture_prompts
 from calibration.captures import CaptureManifest, CaptureWriter, Geometry
+from calibration.gates import GateSums
 from calibration.progress import progress
 from calibration.prompts import Prompt, corpus_prompts, jsonl_prompts
 from eldr_jax.checkpoint import CheckpointError, load_model_dir
@@ -43,6 +44,11 @@ def define_flags() -> None:
     )
     flags.DEFINE_float("task_share", 0.5, "Share of task texts; languages get the rest.")
     flags.DEFINE_integer("seed", 0, "Draws the texts and their cuts.")
+    flags.DEFINE_bool(
+        "gates",
+        False,
+        "Keep the prompts' summed gate probabilities too, for an ablation of the fit.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class CaptureConfig:
     min_decode_tokens: int
     task_share: float
     seed: int
+    gates: bool = False
 
     def __post_init__(self) -> None:
         if (self.corpora is None) == (self.prompts is None):
@@ -129,6 +136,7 @@ def run(config: CaptureConfig) -> CaptureManifest:
             f"after {config.min_decode_tokens}",
         },
     )
+    gates = GateSums(model_config, params) if config.gates else None
     with progress("capture", len(prompts)) as advance:
         for capture in capture_prompts(
             runner,
@@ -137,6 +145,8 @@ def run(config: CaptureConfig) -> CaptureManifest:
             stop_token=model_config.eos_token_id,
             min_decode_tokens=config.min_decode_tokens,
         ):
+            if gates is not None:
+                capture = replace(capture, prefill_gates=gates.of(capture.token_ids))
             writer.add(capture)
             advance(1)
     return writer.close()
@@ -189,6 +199,7 @@ def main() -> None:
             min_decode_tokens=values.min_decode_tokens,
             task_share=values.task_share,
             seed=values.seed,
+            gates=values.gates,
         )
     )
     print(f"captured {manifest.num_prompts} prompts into {values.out}")

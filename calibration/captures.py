@@ -9,6 +9,7 @@ A capture is a folder: `manifest.json` and chunks `chunk-00000.npz`, each of som
     token_ids                  int32 [sum of num_prompt_tokens], prompts laid end to end
     decode_experts             unsigned [sum of num_decode_tokens, L, K]
     prefill_experts            unsigned [sum of num_prompt_tokens, L, K], optional
+    prefill_gates              unsigned [n, L, E], optional; see `calibration.gates`
 
 Nothing is pickled. A reader refuses what does not add up and names file, row, field and rule:
 counts that are wrong silently would only show as a router that places badly.
@@ -64,6 +65,7 @@ class PromptCapture:
         decode: unsigned [L, E].
         decode_experts: unsigned [G, L, K]; experts of each decode token.
         prefill_experts: unsigned [P, L, K], or None where they were not kept.
+        prefill_gates: unsigned [L, E] summed gate probabilities, or None where there are none.
     """
 
     prompt_id: str
@@ -73,6 +75,7 @@ class PromptCapture:
     decode: np.ndarray
     decode_experts: np.ndarray
     prefill_experts: np.ndarray | None = None
+    prefill_gates: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,6 +102,7 @@ class Capture:
     token_ids: np.ndarray
     decode_experts: np.ndarray
     prefill_experts: np.ndarray | None
+    prefill_gates: np.ndarray | None = None
 
     def decode_starts(self) -> np.ndarray:
         """int64 [N + 1]; rows of `decode_experts` of prompt i are [starts[i], starts[i + 1])."""
@@ -114,7 +118,7 @@ class Capture:
         if not use.any():
             raise CaptureError("capture", f"holds no prompt of {list(domains)}", field="domain")
         of_token = np.repeat(use, self.num_prompt_tokens)
-        experts = self.prefill_experts
+        experts, gates = self.prefill_experts, self.prefill_gates
         return replace(
             self,
             prompt_ids=tuple(np.array(self.prompt_ids)[use].tolist()),
@@ -126,6 +130,7 @@ class Capture:
             token_ids=self.token_ids[of_token],
             decode_experts=self.decode_experts[np.repeat(use, self.num_decode_tokens)],
             prefill_experts=None if experts is None else experts[of_token],
+            prefill_gates=None if gates is None else gates[use],
         )
 
     def without_prefill_experts(self) -> Capture:
@@ -220,6 +225,7 @@ def read_capture(path: str | Path, *, with_prefill_experts: bool = True) -> Capt
     if not chunks:
         raise CaptureError(folder, "must hold at least one prompt", field="chunks")
     keep_prefill = with_prefill_experts and all("prefill_experts" in chunk for chunk in chunks)
+    have_gates = all("prefill_gates" in chunk for chunk in chunks)
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([chunk[name] for chunk in chunks])
@@ -239,6 +245,7 @@ def read_capture(path: str | Path, *, with_prefill_experts: bool = True) -> Capt
         token_ids=joined("token_ids"),
         decode_experts=joined("decode_experts"),
         prefill_experts=joined("prefill_experts") if keep_prefill else None,
+        prefill_gates=joined("prefill_gates") if have_gates else None,
     )
 
 
@@ -270,6 +277,7 @@ def capture_in_memory(
         prompt_ids=tuple(arrays.pop("prompt_id").tolist()),
         domains=tuple(arrays.pop("domain").tolist()),
         prefill_experts=arrays.pop("prefill_experts", None),
+        prefill_gates=arrays.pop("prefill_gates", None),
         **arrays,
     )
 
@@ -362,4 +370,6 @@ def pack_prompts(prompts: Sequence[PromptCapture], geometry: Geometry) -> dict[s
     kept = [prompt.prefill_experts for prompt in prompts if prompt.prefill_experts is not None]
     if len(kept) == len(prompts):
         arrays["prefill_experts"] = np.concatenate(kept).astype(expert_dtype)
+    if all(prompt.prefill_gates is not None for prompt in prompts):
+        arrays["prefill_gates"] = counts("prefill_gates")
     return arrays

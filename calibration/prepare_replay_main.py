@@ -6,12 +6,17 @@ permutations, other windows cut from the texts. What is there already is left al
     OUT/WORKLOAD-s0/bank.npz           prompts of the serving side
     OUT/WORKLOAD-s0/fit/               artefact of the calibration side
     OUT/WORKLOAD-s0/fit-NAME/          fits with something left out (ablations)
+    OUT/reference/, reference-s0/...   the reference model's own routing, see prepare_reference
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,32 +29,21 @@ from bucket_planner.errors import PlannerConfigError
 from calibration.banks import bank_of, bank_part
 from calibration.captures import Capture, capture_in_memory, pack_prompts
 from calibration.fit.pipeline import FitConfig, fit_capture
+from calibration.fit.variants import FitVariant, fit_folder
+from calibration.prepare_reference import NAME as REFERENCE
+from calibration.prepare_reference import ReferenceSet, prepare_reference
 from calibration.profile.settings import Workload, choose, load_workloads
 from calibration.profile.source import ProfileSource, provenance_of
 from calibration.progress import progress
 from eldr_jax.command_line import run_binary
 from eldr_jax.training.data import CorpusError
-from serving.core.errors import ArtefactError, ConfigError
+from serving.core.errors import ArtefactError, ConfigError, EldrError
 from serving.replay.bank import write_bank
 from serving.signatures.manifest import MANIFEST
 
 SCHEMA_VERSION = 1
 _PART_PROMPTS = 256
-
-
-class FitVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fit of the calibration side.
-
-    Attributes:
-        name: "" for the fit itself; an ablation's name otherwise.
-        idf, layer_mask: see `FitConfig`.
-        domains: fit from these domains' prompts only; () takes all.
-    """
-
-    name: str = ""
-    idf: bool = True
-    layer_mask: bool = True
-    domains: tuple[str, ...] = ()
+_REFERENCE = -1  # the unit of work that is no set
 
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +73,7 @@ class PrepareFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         rows_per_prompt: decode tokens kept per served prompt.
         num_regions: numbers of decode workers to fit regions for.
         sets: what to prepare, in this order.
+        reference: a model's own routing, prepared first; None for none.
     """
 
     schema_version: int
@@ -88,6 +83,7 @@ class PrepareFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows_per_prompt: int = 48
     num_regions: tuple[int, ...] = (16,)
     sets: tuple[PreparedSet, ...]
+    reference: ReferenceSet | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_calibrate", "num_serve", "rows_per_prompt"):
@@ -104,6 +100,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("out", "out/replay/eldr", "Folder for banks and fits.")
     flags.DEFINE_list("only", [], "Names of workloads to prepare; all when empty.")
+    flags.DEFINE_integer("jobs", 0, "Processes; 0 is one for each core.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +112,11 @@ class PrepareConfig:
     routing: str
     out: str
     only: tuple[str, ...] = ()
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.jobs < 0:
+            raise ConfigError("jobs", self.jobs, "must be >= 0")
 
 
 def load_prepare(path: str | Path) -> PrepareFile:
@@ -145,19 +147,71 @@ def run(config: PrepareConfig) -> int:
         ConfigError, ArtefactError, CorpusError: bad input, named.
     """
     file = load_prepare(config.config)
-    workloads = load_workloads(Path(config.config).parent / file.workloads)
-    if unknown := sorted(set(config.only) - {item.workload for item in file.sets}):
-        raise ConfigError("only", unknown[0], "must be a workload of the file")
-    source = ProfileSource(config.corpora, config.routing)
-    made = 0
-    # Seed by seed, so that something can be replayed early.
-    for seed in sorted({seed for item in file.sets for seed in item.seeds}):
-        for item in file.sets:
-            if seed in item.seeds and (not config.only or item.workload in config.only):
-                workload = choose(workloads, item.workload)
-                drawn = msgspec.structs.replace(workload, seed=seed)
-                made += _prepare(file, item, drawn, source, Path(config.out))
-    return made
+    known = {item.workload for item in file.sets} | ({REFERENCE} if file.reference else set())
+    if unknown := sorted(set(config.only) - known):
+        raise ConfigError("only", unknown[0], f"must be a workload of the file: {sorted(known)}")
+    load_workloads(Path(config.config).parent / file.workloads)
+    # Seed by seed, so that something can be replayed early; the model's captures take longest.
+    seeds = sorted({seed for item in file.sets for seed in item.seeds})
+    units = [
+        (number, seed)
+        for seed in seeds
+        for number, item in enumerate(file.sets)
+        if seed in item.seeds and (not config.only or item.workload in config.only)
+    ]
+    if file.reference and (not config.only or REFERENCE in config.only):
+        units.insert(0, (_REFERENCE, 0))
+    jobs = min(config.jobs or len(os.sched_getaffinity(0)), len(units))
+    if jobs <= 1:
+        source = ProfileSource(config.corpora, config.routing)
+        return sum(_made(config, unit, source) for unit in units)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        # What is wrong with a unit is found again here, where it can be raised whole.
+        return sum(
+            _unit(config, unit) if made is None else made
+            for unit, made in zip(
+                units, pool.map(_tried, [config] * len(units), units), strict=True
+            )
+        )
+
+
+_kept_source = functools.cache(ProfileSource)
+
+
+def _tried(config: PrepareConfig, unit: tuple[int, int]) -> int | None:
+    """`_unit`; None when something is wrong with its inputs (such errors do not pickle)."""
+    try:
+        return _unit(config, unit)
+    except (CorpusError, EldrError):
+        return None
+
+
+def _unit(config: PrepareConfig, unit: tuple[int, int]) -> int:
+    """One set and seed in a process that keeps its tables."""
+    return _made(config, unit, _kept_source(config.corpora, config.routing))
+
+
+def _made(config: PrepareConfig, unit: tuple[int, int], source: ProfileSource) -> int:
+    file, folder = load_prepare(config.config), Path(config.config).parent
+    number, seed = unit
+    if number == _REFERENCE:
+        if file.reference is None:
+            return 0
+        began_s = time.monotonic()
+        made = prepare_reference(
+            file.reference,
+            model=folder / file.reference.model,
+            corpora=config.corpora,
+            out=Path(config.out),
+            num_regions=file.num_regions,
+        )
+        _say(REFERENCE, made, began_s)
+        return made
+    item = file.sets[number]
+    workload = choose(load_workloads(folder / file.workloads), item.workload)
+    drawn = msgspec.structs.replace(workload, seed=seed)
+    return _prepare(file, item, drawn, source, Path(config.out))
 
 
 def _prepare(
@@ -167,22 +221,22 @@ def _prepare(
     folder = out / name
     began_s = time.monotonic()
     made = 0
-    missing = [fit for fit in item.fits if not (_fit_folder(folder, fit) / MANIFEST).exists()]
+    missing = [fit for fit in item.fits if not (fit_folder(folder, fit) / MANIFEST).exists()]
     if missing:
         capture = _calibration(file, item, workload, source, name)
         for fit in missing:
-            _fit(file, fit, capture, _fit_folder(folder, fit), workload.seed)
+            _fit(file, fit, capture, fit_folder(folder, fit), workload.seed)
             made += 1
     if not (folder / "bank.npz").exists():
         _bank(file, item, workload, source, folder, name)
         made += 1
-    state = f"made {made}" if made else "kept from before"
-    print(f"prepare: {name}: {state} ({time.monotonic() - began_s:.0f} s)", file=sys.stderr)
+    _say(name, made, began_s)
     return made
 
 
-def _fit_folder(folder: Path, fit: FitVariant) -> Path:
-    return folder / (f"fit-{fit.name}" if fit.name else "fit")
+def _say(name: str, made: int, began_s: float) -> None:
+    state = f"made {made}" if made else "kept from before"
+    print(f"prepare: {name}: {state} ({time.monotonic() - began_s:.0f} s)", file=sys.stderr)
 
 
 def _calibration(
@@ -211,7 +265,11 @@ def _fit(file: PrepareFile, fit: FitVariant, capture: Capture, folder: Path, see
     if fit.name:
         capture = capture.without_prefill_experts()
     config = FitConfig(
-        num_regions=file.num_regions, idf=fit.idf, layer_mask=fit.layer_mask, seed=seed
+        num_regions=file.num_regions,
+        idf=fit.idf,
+        layer_mask=fit.layer_mask,
+        evidence=fit.evidence,
+        seed=seed,
     )
     fit_capture(
         capture,
@@ -265,6 +323,7 @@ def main() -> None:
             routing=values.routing,
             out=values.out,
             only=tuple(values.only),
+            jobs=values.jobs,
         )
     )
     print(f"prepared {made} banks and fits in {values.out}")

@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from serving import assembly
 from serving.config import ServerConfig, check
 from serving.core.clock import Clock, SystemClock
-from serving.core.errors import ConfigError, Rejected, RejectReason
+from serving.core.errors import ArtefactError, ConfigError, Rejected, RejectReason
 from serving.core.placed import PlacementObserver
 from serving.core.router import Router
 from serving.core.worker import Phase, WorkerInfo
@@ -283,6 +283,8 @@ class App:
         if config.artefacts.signature:
             path = config.input_path(config.artefacts.signature)
             self._artefact = await asyncio.to_thread(load_artefact, path)
+            if self._artefact.manifest.evidence != "counts":
+                raise ArtefactError(path, "must be fitted from counts: workers send nothing else")
 
     async def _start_embedded(self) -> list[WorkerInfo]:
         section = self.config.embedded

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -40,6 +41,9 @@ class FitConfig:
         union_draws: batches drawn per label.
         idf: weigh experts by how few prompts hit them; False is an ablation, all weigh 1.
         layer_mask: keep the layers that predict decode best; False is an ablation, all stay.
+        evidence: what IDF weighs: counts, or summed gate probabilities (an ablation; experts are
+            still weighed by the prompts that count them, since every gate gives every expert
+            something).
         seed: of every draw.
     """
 
@@ -51,6 +55,7 @@ class FitConfig:
     union_draws: int = 50
     idf: bool = True
     layer_mask: bool = True
+    evidence: Literal["counts", "gates"] = "counts"
     seed: int = 0
 
     def rng(self, part: str) -> np.random.Generator:
@@ -84,7 +89,7 @@ def fit_capture(
         The manifest written.
 
     Raises:
-        CaptureError: fewer than four prompts that decoded.
+        CaptureError: fewer than four prompts that decoded, or gates asked for and not captured.
     """
     geometry = capture.geometry
     use = np.flatnonzero(capture.num_decode_tokens > 0)
@@ -93,6 +98,7 @@ def fit_capture(
             "capture", f"needs at least 4 prompts that decoded, has {len(use)}", field="decode"
         )
     prefill, decode = capture.prefill[use], capture.decode[use]
+    weighed = evidence_of(capture, config.evidence)[use]
     num_prompt_tokens = capture.num_prompt_tokens[use]
     num_decode_tokens = capture.num_decode_tokens[use]
 
@@ -101,7 +107,7 @@ def fit_capture(
     if not config.idf:
         idf_all = np.ones_like(idf_all)
     pairs = random_pairs(len(use), config.num_pairs, config.rng("pairs"))
-    mask = select_layers(prefill * idf_all, decode, pairs)
+    mask = select_layers(weighed * idf_all, decode, pairs)
     if not config.layer_mask:
         mask = dataclasses.replace(mask, layers=np.sort(mask.order))
     model = SignatureModel(
@@ -119,7 +125,7 @@ def fit_capture(
         idf=idf_all[mask.layers],
     )
     masked = model.mask(prefill)
-    vectors = model.vectors(masked)
+    vectors = model.vectors(model.mask(weighed))
 
     on_stage("decode profiles")
     shrink_tokens = config.shrink_tokens
@@ -146,7 +152,7 @@ def fit_capture(
 
     on_stage("token table")
     token_table = token_cosine = None
-    if capture.prefill_experts is not None:
+    if capture.prefill_experts is not None and config.evidence == "counts":
         all_vectors = model.vectors(model.mask(capture.prefill))
         token_table, token_cosine = fit_token_table(
             capture.token_ids,
@@ -186,6 +192,7 @@ def fit_capture(
         union_batches=config.union_batches,
         union_draws=config.union_draws,
         rng=config.rng("quality"),
+        evidence=config.evidence,
     )
     return write_artefact(
         out,
@@ -196,7 +203,7 @@ def fit_capture(
         top_k=geometry.top_k,
         profiles=profiles,
         calibration=CalibrationSet(
-            prefill=masked,
+            prefill=model.mask(weighed),
             decode=model.mask(decode),
             num_decode_tokens=num_decode_tokens,
         ),
@@ -209,6 +216,7 @@ def fit_capture(
         | capture.provenance
         | _ablations(config)
         | (provenance or {}),
+        evidence=config.evidence,
     )
 
 
@@ -220,6 +228,7 @@ def capture_metrics(
     union_batches: Sequence[int],
     union_draws: int,
     rng: np.random.Generator,
+    evidence: Literal["counts", "gates"] = "counts",
 ) -> dict[str, float]:
     """The figures a signature stands on, measured on any capture of the model.
 
@@ -230,15 +239,17 @@ def capture_metrics(
         union_batches: decode batch sizes.
         union_draws: batches per label and size.
         rng: every draw.
+        evidence: what the signature weighs.
 
     Returns:
         Metric name -> value; a union reduction that a capture is too small for is absent.
     """
     use = capture.num_decode_tokens > 0
     prefill, decode = capture.prefill[use], capture.decode[use]
+    weighed = evidence_of(capture, evidence)[use]
     per_request, pooled = prefill_decode_correlation(prefill, decode)
     metrics = {
-        "spearman": signature_spearman(model, prefill, decode, num_pairs=num_pairs, rng=rng),
+        "spearman": signature_spearman(model, weighed, decode, num_pairs=num_pairs, rng=rng),
         "prefill_decode_correlation": per_request,
         "prefill_decode_correlation_pooled": pooled,
     }
@@ -250,6 +261,19 @@ def capture_metrics(
             if reduction is not None:
                 metrics[f"union_reduction_{group}_{batch_size}"] = reduction
     return metrics
+
+
+def evidence_of(capture: Capture, evidence: Literal["counts", "gates"]) -> np.ndarray:
+    """What a signature weighs, unsigned [N, L, E].
+
+    Raises:
+        CaptureError: gates are asked for and were not captured.
+    """
+    if evidence == "counts":
+        return capture.prefill
+    if capture.prefill_gates is None:
+        raise CaptureError("capture", "was made without gate probabilities", field="prefill_gates")
+    return capture.prefill_gates
 
 
 def _ablations(config: FitConfig) -> dict[str, str]:

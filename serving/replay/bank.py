@@ -7,6 +7,7 @@ A bank is one `.npz` of plain arrays, written by calibration from a capture:
     token_starts      int64 [P + 1]     prompt p's tokens are token_ids[starts[p]:starts[p+1]]
     token_ids         int32 [...]
     prefill           unsigned [P, L, E]   each row sums to prompt tokens * k
+    gates             unsigned [P, L, E]   optional: summed gate probabilities of the prompt
     row_starts        int64 [P + 1]     prompt p's routing rows
     rows              uint64 [R, L, Wd] experts of one decode token per layer, bit e % 64 of
                                         word e // 64
@@ -57,7 +58,7 @@ class RoutingBank:
 
     Attributes:
         header: geometry, domains, provenance.
-        domain_of, token_starts, token_ids, prefill, row_starts, rows: see the module.
+        domain_of, token_starts, token_ids, prefill, gates, row_starts, rows: see the module.
     """
 
     header: BankHeader
@@ -67,6 +68,7 @@ class RoutingBank:
     prefill: np.ndarray
     row_starts: np.ndarray
     rows: np.ndarray
+    gates: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         header, num = self.header, self.num_prompts
@@ -75,6 +77,8 @@ class RoutingBank:
         shape = (num, header.num_layers, header.num_experts)
         if self.prefill.shape != shape:
             raise ValueError(f"prefill has shape {self.prefill.shape}, must be {shape}")
+        if self.gates is not None and self.gates.shape != shape:
+            raise ValueError(f"gates has shape {self.gates.shape}, must be {shape}")
         wide = (header.num_layers, num_words(header.num_experts))
         if self.rows.dtype != np.uint64 or self.rows.shape[1:] != wide:
             raise ValueError(f"rows are {self.rows.dtype} {self.rows.shape}, must be uint64 {wide}")
@@ -135,6 +139,8 @@ def write_bank(path: str | Path, bank: RoutingBank) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     header = np.frombuffer(msgspec.json.encode(bank.header), np.uint8)
     arrays = {name: getattr(bank, name) for name in _ARRAYS}
+    if bank.gates is not None:
+        arrays["gates"] = bank.gates
     with file.open("wb") as stream:
         np.savez(stream, allow_pickle=False, header=header, **arrays)
 
@@ -148,7 +154,9 @@ def read_bank(path: str | Path) -> RoutingBank:
     arrays = _load(path)
     header = _header(path, arrays)
     try:
-        return RoutingBank(header=header, **{name: arrays[name] for name in _ARRAYS})
+        return RoutingBank(
+            header=header, gates=arrays.get("gates"), **{name: arrays[name] for name in _ARRAYS}
+        )
     except KeyError as error:
         raise ArtefactError(path, f"array {error} is missing") from error
     except (ValueError, IndexError, TypeError) as error:

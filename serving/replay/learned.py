@@ -122,13 +122,20 @@ class SignatureSourceOfPrompts:
 
     def _make(self, artefact: SignatureArtefact, prompt: int) -> Signature:
         model = artefact.model
+        counts = self.bank.prefill
+        if artefact.manifest.evidence == "gates":
+            if self.bank.gates is None or self.source != "live":
+                raise ConfigError(
+                    "artefact", "gates", "needs a bank with gate sums and live signatures"
+                )
+            counts = self.bank.gates
         if self.source == "token_table":
             if artefact.token_table is None:
                 raise ConfigError("signatures.source", self.source, "the artefact has no table")
             return artefact.token_table.predict(self.bank.tokens(prompt), model)
         starts = self.bank.token_starts
         return model.signature(
-            model.mask(self.bank.prefill[prompt]),
+            model.mask(counts[prompt]),
             int(starts[prompt + 1] - starts[prompt]),
             source=SignatureSource.LIVE,
         )

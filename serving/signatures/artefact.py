@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -135,6 +136,7 @@ def write_artefact(
     step_time: StepTime | None,
     metrics: Mapping[str, float],
     provenance: Mapping[str, str],
+    evidence: Literal["counts", "gates"] = "counts",
 ) -> Manifest:
     """Writes an artefact folder; `load_artefact` reads it back.
 
@@ -153,6 +155,7 @@ def write_artefact(
         step_time: coefficients, or None.
         metrics: fit metrics.
         provenance: data and command.
+        evidence: see `Manifest`.
 
     Returns:
         The manifest written.
@@ -204,6 +207,7 @@ def write_artefact(
         metrics=dict(metrics),
         provenance=dict(provenance),
         files=files,
+        evidence=evidence,
     )
     write_manifest(folder, manifest)
     return manifest

@@ -9,6 +9,7 @@ import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -69,6 +70,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         metrics: fit metrics by name.
         provenance: what was fitted, from what, by which command.
         files: every file of the folder that is read, by name.
+        evidence: what IDF weighs: `counts` of tokens, or `gates`, summed gate probabilities (an
+            ablation that only the replay can give a router).
     """
 
     schema_version: int
@@ -88,6 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics: dict[str, float]
     provenance: dict[str, str]
     files: dict[str, FileEntry]
+    evidence: Literal["counts", "gates"] = "counts"
 
 
 def write_arrays(folder: Path, groups: Mapping[str, Arrays]) -> dict[str, FileEntry]:
