@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from serving.core.errors import ArtefactError, ConfigError
 from serving.replay.compiled import HAS_NUMBA
-from serving.replay.config import load_replay, load_suite
-from serving.replay.report import ReplayRunner, Report, summary
+from serving.replay.config import ReplayConfig, load_replay, load_suite
+from serving.replay.parallel import make_runs, units_of
+from serving.replay.report import ReplayRunner, Report, Told, summary
 
 _CONFIG = flags.DEFINE_string("config", "", "Replay file, e.g. configs/replay/speed.yaml.")
 _SUITE = flags.DEFINE_string(
@@ -28,6 +32,7 @@ _OUT = flags.DEFINE_string(
     required=True,
 )
 _QUICK = flags.DEFINE_bool("quick", False, "The file's small set, for a first look and for CI.")
+_JOBS = flags.DEFINE_integer("jobs", 0, "Processes; 0 is one for each core.")
 _MAX_MINUTES = flags.DEFINE_float(
     "max_minutes", 0.0, "Begin no run after this long and report what is there; 0 runs them all."
 )
@@ -46,10 +51,13 @@ class ReplayMainConfig:
     suite: str = ""
     quick: bool = False
     max_minutes: float = 0.0
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if bool(self.config) == bool(self.suite):
             raise ConfigError("config", self.config, f"or {self.suite=} must be given, not both")
+        if self.jobs < 0:
+            raise ConfigError("jobs", self.jobs, "must be >= 0")
         if not 0 <= self.max_minutes < float("inf"):
             raise ConfigError("max_minutes", self.max_minutes, "must be finite and >= 0")
         if Path(self.out).exists() and not Path(self.out).is_dir():
@@ -71,20 +79,34 @@ def run(config: ReplayMainConfig) -> list[Report]:
     if not HAS_NUMBA:
         print("replay: numba is not installed (extra 'replay'): steps run slowly", file=sys.stderr)
     out, started_s = Path(config.out), time.monotonic()
-
-    def may_begin() -> bool:
-        limit_s = 60.0 * config.max_minutes
-        return not limit_s or time.monotonic() - started_s < limit_s
-
+    until_s = started_s + 60.0 * config.max_minutes if config.max_minutes else math.inf
     if config.suite:
-        runners = [
-            ReplayRunner(replay, out / replay.name, runs=out / "runs", may_begin=may_begin)
-            for replay in load_suite(config.suite, quick=config.quick)
-        ]
+        replays = load_suite(config.suite, quick=config.quick)
     else:
-        replay = load_replay(config.config, quick=config.quick)
-        runners = [ReplayRunner(replay, out, may_begin=may_begin)]
-    total = sum(runner.num_runs() for runner in runners)
+        replays = [load_replay(config.config, quick=config.quick)]
+
+    def folder_of(replay: ReplayConfig) -> Path:
+        return out / replay.name if config.suite else out
+
+    def runner_of(replay: ReplayConfig, may_begin: Callable[[], bool]) -> ReplayRunner:
+        return ReplayRunner(replay, folder_of(replay), runs=out / "runs", may_begin=may_begin)
+
+    with _progress(sum(replay.num_runs for replay in replays), started_s) as told:
+        units = units_of(replays, folder_of, lambda replay: out / "runs", until_s)
+        jobs = min(config.jobs or len(os.sched_getaffinity(0)), len(units))
+        if jobs <= 1:
+            runners = [runner_of(replay, lambda: time.monotonic() < until_s) for replay in replays]
+            for runner in runners:
+                runner.on_run(told)
+            return [runner.run() for runner in runners]
+        make_runs(units, jobs, told)
+    # Nothing is left to make but what the time did not suffice for.
+    return [runner_of(replay, lambda: False).run() for replay in replays]
+
+
+@contextmanager
+def _progress(total: int, started_s: float) -> Iterator[Told]:
+    """Shows each finished run: a bar on a terminal, a line elsewhere."""
     if sys.stderr.isatty():
         columns = (
             TextColumn("{task.description}"),
@@ -94,9 +116,8 @@ def run(config: ReplayMainConfig) -> list[Report]:
         )
         with Progress(*columns, console=Console(file=sys.stderr)) as bar:
             task = bar.add_task("replay", total=total)
-            return _run_all(
-                runners, lambda name, num: bar.update(task, advance=1, description=name)
-            )
+            yield lambda name, num: bar.update(task, advance=1, description=name)
+        return
     done = 0
 
     def told(name: str, num_requests: int) -> None:
@@ -106,15 +127,7 @@ def run(config: ReplayMainConfig) -> list[Report]:
         elapsed_s = time.monotonic() - started_s
         print(f"replay: {done}/{total} {name}: {state} ({elapsed_s:.1f} s)", file=sys.stderr)
 
-    return _run_all(runners, told)
-
-
-def _run_all(runners: list[ReplayRunner], told: Callable[[str, int], None]) -> list[Report]:
-    reports = []
-    for runner in runners:
-        runner.on_run(told)
-        reports.append(runner.run())
-    return reports
+    yield told
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -136,6 +149,7 @@ def _main(argv: list[str]) -> None:
                 out=_OUT.value,
                 quick=_QUICK.value,
                 max_minutes=_MAX_MINUTES.value,
+                jobs=_JOBS.value,
             )
         )
     except (ArtefactError, ConfigError, OSError) as error:

@@ -270,7 +270,8 @@ class PolicySection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         refit: move the regions with the traffic (5 s window, 1 s beat).
         pseudo_members: m of the region prior.
         drift_rate: share by which a worker's prior moves towards each request placed on it.
-        artefact: the router knows this one instead of the scenario's (ablations of the fit).
+        artefact: the router knows this one instead of the scenario's (ablations of the fit);
+            `{artefact}` in it is the scenario's own.
         guard: watch signatures and trust them less while they mispredict steps.
     """
 
@@ -299,6 +300,7 @@ class CellSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         like: an earlier cell whose change this one's is laid over; "" for none.
         change: parts of the scenario that differ.
         policies: labels to run; () runs all.
+        num_seeds: run the first so many of the file's seeds only; 0 runs them all.
     """
 
     name: str
@@ -306,6 +308,11 @@ class CellSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     like: str = ""
     change: dict[str, object] = {}
     policies: tuple[str, ...] = ()
+    num_seeds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_seeds < 0:
+            raise ValueError(f"num_seeds={self.num_seeds} must be >= 0")
 
 
 class ReplayFile(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -328,6 +335,7 @@ class Cell(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group: str
     scenario: Scenario
     policies: tuple[PolicySection, ...]
+    seeds: tuple[int, ...]
 
 
 class ReplayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -344,6 +352,11 @@ class ReplayConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     baselines: tuple[str, ...]
     seeds: tuple[int, ...]
     folder: str
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of the whole replay."""
+        return sum(len(cell.policies) * len(cell.seeds) for cell in self.cells)
 
     def path(self, name: str) -> Path:
         """A path of the file, from the file's folder."""
@@ -425,7 +438,13 @@ def _cell(file: ReplayFile, row: int, path: str) -> Cell:
     if unknown := sorted(set(cell.policies) - set(titles)):
         raise ConfigError(f"cells[{row}].policies", unknown[0], f"must be one of {sorted(titles)}")
     chosen = [titles[name] for name in cell.policies] if cell.policies else list(file.policies)
-    return Cell(name=cell.name, group=cell.group, scenario=scenario, policies=tuple(chosen))
+    return Cell(
+        name=cell.name,
+        group=cell.group,
+        scenario=scenario,
+        policies=tuple(chosen),
+        seeds=file.seeds[: cell.num_seeds or len(file.seeds)],
+    )
 
 
 def _change(file: ReplayFile, row: int) -> object:

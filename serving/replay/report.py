@@ -6,6 +6,7 @@ Seeds are the outer loop, so that a replay that is stopped early has whole seeds
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,7 +102,7 @@ class ReplayRunner:
         self._num_missing = 0
         for seed in self.config.seeds:
             for cell in self.config.cells:
-                done[cell.name, seed] = self._cell(cell, seed)
+                done[cell.name, seed] = self._cell(cell, seed) if seed in cell.seeds else []
         kept = [
             item
             for cell in self.config.cells
@@ -131,9 +132,16 @@ class ReplayRunner:
         _write(self.out / "decisions.jsonl", lines.encode())
         return report
 
-    def num_runs(self) -> int:
-        """Runs of the whole replay."""
-        return sum(len(cell.policies) for cell in self.config.cells) * len(self.config.seeds)
+    def fill(self, cell_name: str, seed: int) -> None:
+        """Makes the missing runs of one cell and seed, and no report: for several processes.
+
+        Raises:
+            ConfigError, ArtefactError: an input is wrong, named.
+        """
+        self._runs.mkdir(parents=True, exist_ok=True)
+        for cell in self.config.cells:
+            if cell.name == cell_name:
+                self._cell(cell, seed)
 
     def _cell(self, cell: Cell, seed: int) -> list[_Kept]:
         scenario = seeded(cell.scenario, seed)
@@ -141,7 +149,8 @@ class ReplayRunner:
         workload: Workload | None = None
         out = []
         for policy in cell.policies:
-            policy = msgspec.structs.replace(policy, artefact=_of_seed(policy.artefact, seed))
+            own = policy.artefact.replace("{artefact}", scenario.artefact)
+            policy = msgspec.structs.replace(policy, artefact=_of_seed(own, seed))
             file = self._runs / f"{self._key(cell.name, scenario, policy, seed)}.json"
             name = f"{cell.name} {policy.title} seed {seed}"
             if file.exists():
@@ -305,6 +314,6 @@ def summary(report: Report) -> list[str]:
 
 def _write(file: Path, data: bytes) -> None:
     """Writes whole files only: a run that was cut short leaves none."""
-    part = file.with_suffix(file.suffix + ".part")
+    part = file.with_suffix(f"{file.suffix}.{os.getpid()}.part")
     part.write_bytes(data)
     part.replace(file)

@@ -12,7 +12,7 @@ from scipy import stats
 
 from serving import replay_main
 from serving.core.decision import decode_line
-from serving.core.errors import ConfigError
+from serving.core.errors import ArtefactError, ConfigError
 from serving.replay.bank import write_bank
 from serving.replay.compare import BEST, RunResult, compare, holm, interval, t_test
 from serving.replay.config import load_replay, load_suite
@@ -81,7 +81,7 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(folder):
     first = ReplayRunner(config, folder / "out")
     seen = told(first)
     report = first.run()
-    assert len(seen) == first.num_runs() == 10
+    assert len(seen) == first.config.num_runs == 10
     assert all(num > 0 for _, num in seen)
     again = ReplayRunner(config, folder / "out")
     seen = told(again)
@@ -110,6 +110,25 @@ def test_a_replay_that_may_not_go_on_reports_what_is_there(folder):
     whole = ReplayRunner(config, folder / "out").run()
     assert whole.num_missing == 0
     assert len(whole.cells) == 10
+
+
+def test_two_processes_leave_what_one_leaves(folder):
+    (folder / "c.yaml").write_text(
+        CONFIG.replace("policies: [jsq, rr]}", "policies: [jsq, rr], num_seeds: 1}")
+    )
+    for jobs in (1, 2):
+        given = {"out": str(folder / f"o{jobs}"), "config": str(folder / "c.yaml"), "jobs": jobs}
+        (report,) = replay_main.run(ReplayMainConfig(**given))
+        assert report.num_missing == 0
+        assert [run.seed for run in report.cells if run.cell == "heavy"] == [0, 0]
+        assert len(report.cells) == 2 * 3 + 2
+    for name in ("report.json", "decisions.jsonl"):
+        assert (folder / "o1" / name).read_bytes() == (folder / "o2" / name).read_bytes()
+    (folder / "bank.npz").write_bytes(b"broken")
+    with pytest.raises(ArtefactError, match="bank"):
+        replay_main.run(
+            ReplayMainConfig(out=str(folder / "o3"), config=str(folder / "c.yaml"), jobs=2)
+        )
 
 
 def test_a_path_may_hold_the_seed(folder, make_bank):
