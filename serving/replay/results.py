@@ -18,6 +18,7 @@ from serving.replay.report import Report
 P50, P99, MEAN = "tpot_ms_p50", "tpot_ms_p99", "tpot_ms_mean"
 ONLINE, RULE = "eldr_online", "expert_cost"
 MISSING = "not run"
+ABLATIONS = "ablations"  # cells of ablations begin with it
 
 
 class PublishedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +146,34 @@ def policies_table(found: Found, cells: Sequence[str], policies: Sequence[str]) 
     return lines if len(lines) > 2 else [f"{MISSING[0].upper()}{MISSING[1:]}."]
 
 
+def claim(found: Found, text: str, variant: str, against: str, metric: str) -> Bar:
+    """What leaving a part out costs, over all cells that asked: one clear cell is enough.
+
+    Args:
+        found: the reports.
+        text: the claim, in words.
+        variant: the rule with the part left out.
+        against: the rule itself.
+        metric: which has to rise.
+
+    Returns:
+        A bar that holds where in some cell the interval lies above 0 and Holm's p over all of
+        them is below .05.
+    """
+    items = [
+        item
+        for cell in found.cells(ABLATIONS)
+        if (item := found.get(cell, variant, metric, against)) is not None
+    ]
+    clear = [item for item in items if item.ci_low_pct > 0.0 and item.p_holm < 0.05]
+    return Bar(
+        text=f"{text} in some cell: interval above 0, Holm's p < .05",
+        measured="; ".join(f"{pct(item)} p {item.p_holm:.3f} at {item.cell}" for item in items)
+        or MISSING,
+        holds=bool(clear) if items else None,
+    )
+
+
 def ablation_table(
     found: Found, cells: Sequence[str], policies: Sequence[tuple[str, str]]
 ) -> list[str]:
@@ -155,15 +184,33 @@ def ablation_table(
         cells: where they ran.
         policies: (variant, what it is compared with).
     """
-    lines = ["| cell | variant | against | P50 | P99 | p of P99 |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| variant | against | cell | draws | P50 | p | P99 | p |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for variant, against in policies:
+        rows = []
         for cell in cells:
             p50, p99 = (found.get(cell, variant, metric, against) for metric in (P50, P99))
-            if p50 is None or p99 is None:
-                continue
-            lines.append(
-                f"| {cell} | {variant} | {against} | {pct(p50)} | {pct(p99)} | {p99.p_holm:.3f} |"
-            )
+            if p50 is not None and p99 is not None:
+                rows.append(
+                    f"| {variant} | {against} | {cell} | {len(p99.per_seed_pct)} | {pct(p50)} | "
+                    f"{p50.p_holm:.3f} | {pct(p99)} | {p99.p_holm:.3f} |"
+                )
+        lines += rows or [f"| {variant} | {against} | {MISSING} | | | | | |"]
+    return lines
+
+
+def loads_table(found: Found, groups: Sequence[str], policy: str) -> list[str]:
+    """P50 / P99 against the best of four: a row per group of cells, a column per load."""
+    loads = ("8", "16", "32", "64")
+    lines = [f"| {policy} | {' | '.join(f'batch {load}' for load in loads)} |", "|---" * 5 + "|"]
+    for group in groups:
+        columns = []
+        for load in loads:
+            items = [found.get(f"{group}-batch-{load}", policy, metric) for metric in (P50, P99)]
+            columns.append(" / ".join(map(pct, items)) if any(items) else MISSING)
+        lines.append(f"| {group} | {' | '.join(columns)} |")
     return lines
 
 

@@ -9,6 +9,7 @@ from serving.replay.compare import BEST, Comparison
 from serving.replay.drift import Recovery, recovery
 from serving.replay.report import Report
 from serving.replay.results import (
+    ABLATIONS,
     MEAN,
     MISSING,
     ONLINE,
@@ -19,6 +20,8 @@ from serving.replay.results import (
     Found,
     PublishedResult,
     ablation_table,
+    claim,
+    loads_table,
     main_table,
     pct,
     policies_table,
@@ -36,6 +39,7 @@ _SUBSTRATES = {
     "mixtral": "Mixtral's tables, 8 experts",
 }
 _ABLATIONS = (
+    ("eldr_gates", ONLINE),
     ("eldr_no_idf", ONLINE),
     ("eldr_no_mask", ONLINE),
     ("eldr_tau_0", ONLINE),
@@ -48,7 +52,7 @@ _ABLATIONS = (
     ("expert_cost_p2", RULE),
     ("expert_cost_ema", RULE),
 )
-_ABLATION_CELLS = ("ablations", "ablations-language", "ablations-batch-64")
+_SCALING = "decoders-"
 SHARED = "expert_cost_shared"
 _DRIFTS = {"drift": "fitted on two of the domains", "drift-known": "fitted on all four"}
 _DRIFTING = ("eldr_static", ONLINE, RULE, "expert_cost_ema")
@@ -60,12 +64,17 @@ def page(reports: Sequence[Report], published: Sequence[PublishedResult]) -> lis
     found = Found(reports)
     main_cells = [c for c in found.cells() if c.startswith(("task-batch-", "language-batch-"))]
     groups = [f"mean over {group}" for group in _SUBSTRATES]
-    variants = [c for c in found.cells() if c not in main_cells and not _of_group(c)]
+    variants = [
+        c
+        for c in found.cells()
+        if c not in main_cells and not _of_group(c) and not c.startswith(ABLATIONS)
+    ]
     lines = [
         "Percent against the best of random, round robin, jsq and p2c (chosen per cell and metric "
-        "by its mean over seeds), TPOT; intervals are 95% percentile bootstraps over seeds, each "
-        "seed a fresh structural draw. Arrivals are Poisson and paired with our texts: the pairing "
-        "is our composition.",
+        "by its mean over draws), TPOT; intervals are 95% percentile bootstraps over draws, each "
+        "a structure, texts and arrivals of its own (the reference model cannot be drawn again: "
+        f"there, fits and arrivals). Draws reported: {_draws(reports)}. Arrivals are Poisson and "
+        "paired with our texts: the pairing is our composition.",
         "",
         *main_table(found, published),
         "",
@@ -85,19 +94,34 @@ def page(reports: Sequence[Report], published: Sequence[PublishedResult]) -> lis
         "",
         *policies_table(found, groups, [ONLINE, RULE]),
         "",
+        *loads_table(found, list(_SUBSTRATES), ONLINE),
+        "",
+        *loads_table(found, list(_SUBSTRATES), RULE),
+        "",
         _how(found, [c for c in found.cells() if _of_group(c)]),
         "",
-        "Ablations (task, batch 16; language, batch 16; task, batch 64); p is Holm's over the "
-        "cells that asked the same:",
+        "Ablations at batch 16 unless the cell says otherwise; p is Holm's over the cells that "
+        "asked the same, all of which are listed:",
         "",
-        *ablation_table(found, _ABLATION_CELLS, _ABLATIONS),
+        *ablation_table(found, found.cells(ABLATIONS), _ABLATIONS),
         "",
-        "One thing changed at a time, task, batch 16 (scaling: batch 8), P50 / P99:",
+        _how(found, found.cells(ABLATIONS)),
+        "",
+        "One thing changed at a time, task, batch 16, P50 / P99:",
         "",
         *policies_table(
             found,
-            [c for c in variants if c not in _ABLATION_CELLS],
-            [ONLINE, RULE, "expert_cost_guard", SHARED],
+            [c for c in variants if not c.startswith(_SCALING)],
+            [ONLINE, RULE, "expert_cost_guard", SHARED, "expert_cost_spread"],
+        ),
+        "",
+        "Other numbers of decode workers, task, batch 8, one draw, against the better of jsq and "
+        "p2c:",
+        "",
+        *policies_table(
+            found,
+            [c for c in variants if c.startswith(_SCALING)],
+            [ONLINE, RULE, "expert_cost_no_regions", "p2c_work"],
         ),
         "",
         _how(found, variants),
@@ -171,26 +195,12 @@ def _variant_bars(found: Found) -> list[Bar]:
             )
         )
     for text, variant, against, metric in (
-        ("IDF helps (P50) in some cell", "eldr_no_idf", ONLINE, P50),
-        ("vanilla k-means hurts the tail in some cell", "eldr_vanilla", "eldr_static", P99),
-        ("tau 0 hurts P99 in some cell", "eldr_static_tau_0", "eldr_static", P99),
+        ("counts beat gate probabilities (P50)", "eldr_gates", ONLINE, P50),
+        ("IDF helps (P50)", "eldr_no_idf", ONLINE, P50),
+        ("vanilla k-means hurts the tail", "eldr_vanilla", "eldr_static", P99),
+        ("tau 0 hurts P99", "eldr_static_tau_0", "eldr_static", P99),
     ):
-        items = [
-            item
-            for cell in _ABLATION_CELLS
-            if (item := found.get(cell, variant, metric, against)) is not None
-        ]
-        clear = [item for item in items if item.mean_pct > 0 and item.p_holm < 0.05]
-        out.append(
-            Bar(
-                text=text + ", Holm's p < .05",
-                measured="; ".join(
-                    f"{pct(item)} p {item.p_holm:.3f} at {item.cell}" for item in items
-                )
-                or MISSING,
-                holds=bool(clear) if items else None,
-            )
-        )
+        out.append(claim(found, text, variant, against, metric))
     item, best = found.get("phases-200", RULE, P99, ONLINE), found.get("phases-200", RULE, P99)
     out.append(
         Bar(
@@ -267,6 +277,12 @@ def recovered(found: Found, cell: str, policy: str) -> Recovery | None:
         shift_at=shift,
         stretch_s=_STRETCH / rate,
     )
+
+
+def _draws(reports: Sequence[Report]) -> str:
+    """The least and the greatest seed behind a page."""
+    seeds = sorted({run.seed for report in reports for run in report.cells})
+    return f"{seeds[0]} to {seeds[-1]}" if seeds else MISSING
 
 
 def _of_group(cell: str) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from serving.fleet.prefix_index import PrefixIndex
 from serving.fleet.survival import SurvivalRows
 from serving.policies.registry import POLICIES, make_policy
 from serving.replay.config import PolicySection
-from serving.replay.learned import bind_regions, expert_profiles
+from serving.replay.learned import SignatureSourceOfPrompts, bind_regions, expert_profiles
 from serving.replay.metrics import run_metrics, tpot_series
 from serving.replay.replica import HARDWARE, MODEL, PrefixCredits, workers_of
 
@@ -262,6 +263,23 @@ def test_phases_are_stretches_of_one_domain_without_repeats(rig, make_scenario):
     first = workload.prompt[domains == 0][:12]
     assert len(set(first.tolist())) == 12
     assert ended(rig.run(given, "expert_cost"))
+
+
+def test_an_artefact_fitted_from_gates_is_given_gates(rig):
+    bank, artefact = rig.bank, rig.learned.artefact
+    manifest = msgspec.structs.replace(artefact.manifest, evidence="gates")
+    gated = dataclasses.replace(artefact, manifest=manifest)
+    gates = bank.prefill[::-1] * np.uint32(256)
+    given = dataclasses.replace(bank, gates=gates)
+    found = SignatureSourceOfPrompts(gated, given, "live").of(3)
+    assert found is not None
+    np.testing.assert_array_equal(found.counts, gates[3])
+    plain = SignatureSourceOfPrompts(artefact, given, "live").of(3)
+    assert plain is not None
+    np.testing.assert_array_equal(plain.counts, bank.prefill[3])
+    for lacking, source in ((bank, "live"), (given, "token_table")):
+        with pytest.raises(ConfigError, match="bank with gate sums"):
+            SignatureSourceOfPrompts(gated, lacking, source).of(3)
 
 
 def test_a_guard_sees_signatures_of_other_prompts_mispredict(rig, make_scenario):

@@ -131,6 +131,23 @@ def test_two_processes_leave_what_one_leaves(folder):
         )
 
 
+def test_a_rule_may_know_another_fit_than_its_cell(folder):
+    known = "p2c, label: two, artefact: '{artefact}-else'"
+    text = CONFIG.replace("  bank: bank.npz\n", "  bank: bank.npz\n  artefact: 'fit-{seed}'\n")
+    (folder / "c.yaml").write_text(text.replace("p2c, label: two", known))
+    for name in ("fit-0", "fit-1"):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_text("{}")
+    runner = ReplayRunner(load_replay(folder / "c.yaml"), folder / "out")
+    with pytest.raises(ArtefactError, match="fit-0"):
+        runner.run()
+    cell = runner.config.cells[0]
+    given = msgspec.structs.replace(cell, policies=cell.policies[2:])
+    only = msgspec.structs.replace(runner.config, cells=(given,))
+    with pytest.raises(ConfigError, match="fit-0-else/manifest"):
+        ReplayRunner(only, folder / "out").run()
+
+
 def test_a_path_may_hold_the_seed(folder, make_bank):
     for seed in (0, 1):
         write_bank(folder / f"bank-{seed}.npz", make_bank(seed=seed))

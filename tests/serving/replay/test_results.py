@@ -10,7 +10,15 @@ from serving.core.errors import ArtefactError
 from serving.replay.compare import RunResult, compare
 from serving.replay.drift import recovery
 from serving.replay.report import Report
-from serving.replay.results import Found, PublishedResult, main_table, share_of, worst
+from serving.replay.results import (
+    Found,
+    PublishedResult,
+    claim,
+    loads_table,
+    main_table,
+    share_of,
+    worst,
+)
 from serving.replay.results_page import bars, page, recovered
 from serving.results_main import BEGIN, END, ResultsConfig, read_reports, replaced, run
 
@@ -114,6 +122,52 @@ def test_shares_and_the_worst_cell(main_report):
         found, (cells[0], "eldr_online"), (cells[0], "expert_cost"), "tpot_ms_p99"
     ) == pytest.approx((115 / 120 - 1) / (108 / 120 - 1))
     assert math.isnan(share_of(found, ("none", "a"), (cells[0], "expert_cost"), "tpot_ms_p99"))
+
+
+def ablated(values: dict[str, list[float]]) -> Report:
+    """Cells with a row without IDF, so much above ELDR online in P50 per draw, in percent."""
+    results = [
+        result(
+            cell, policy, seed, 50.0 * (1.0 + (pct / 100.0 if policy != "eldr_online" else 0)), 9
+        )
+        for cell, per_seed in values.items()
+        for seed, pct in enumerate(per_seed)
+        for policy in ("eldr_online", "eldr_no_idf")
+    ]
+    return report_of(results, {}, "ablations")
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"),
+    [
+        # Clear by itself, and after counting the cell that says nothing.
+        ({"ablations": [4.0, 5.0, 6.0], "ablations-b": [1.0, -1.0, 0.5]}, True),
+        # p = .03 alone is .06 over two cells.
+        ({"ablations": [3.0, 4.6, 6.2], "ablations-b": [1.0, -1.0, 0.5]}, False),
+        ({"ablations": [-4.0, -5.0, -6.0]}, False),
+        ({"other": [4.0, 5.0, 6.0]}, None),
+    ],
+)
+def test_a_claim_counts_every_cell_that_asked(values, holds):
+    report = ablated(values)
+    bar = claim(Found([report]), "IDF helps", "eldr_no_idf", "eldr_online", "tpot_ms_p50")
+    assert bar.holds is holds
+    assert all((cell in bar.measured) == (holds is not None) for cell in values)
+    text = "\n".join(page([report], PUBLISHED))
+    assert "| eldr_gates | eldr_online | not run |" in text
+    if holds is not None:
+        assert "| eldr_no_idf | eldr_online | ablations | 3 |" in text
+
+
+def test_every_load_of_a_substrate_is_shown_or_said_to_be_missing():
+    results = [
+        result("none-batch-8", policy, seed, 50.0 - (policy == "expert_cost"), 60.0)
+        for policy in ("jsq", "expert_cost")
+        for seed in (0, 1)
+    ]
+    lines = loads_table(Found([report_of(results, {})]), ["none"], "expert_cost")
+    missing = " | not run" * 3
+    assert lines[-1] == f"| none | -2.0 (-2.0..-2.0) / +0.0 (+0.0..+0.0){missing} |"
 
 
 def test_recovery_finds_when_the_gain_is_back():
