@@ -100,6 +100,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("out", "out/replay/eldr", "Folder for banks and fits.")
     flags.DEFINE_list("only", [], "Names of workloads to prepare; all when empty.")
+    flags.DEFINE_list("seeds", [], "Seeds of the workloads to prepare; all when empty.")
     flags.DEFINE_integer("jobs", 0, "Processes; 0 is one for each core.")
 
 
@@ -112,6 +113,7 @@ class PrepareConfig:
     routing: str
     out: str
     only: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
     jobs: int = 1
 
     def __post_init__(self) -> None:
@@ -153,11 +155,15 @@ def run(config: PrepareConfig) -> int:
     load_workloads(Path(config.config).parent / file.workloads)
     # Seed by seed, so that something can be replayed early; the model's captures take longest.
     seeds = sorted({seed for item in file.sets for seed in item.seeds})
+    if unknown := sorted(set(config.seeds) - set(seeds)):
+        raise ConfigError("seeds", unknown[0], f"must be one of {seeds}")
     units = [
         (number, seed)
         for seed in seeds
         for number, item in enumerate(file.sets)
-        if seed in item.seeds and (not config.only or item.workload in config.only)
+        if seed in item.seeds
+        and (not config.only or item.workload in config.only)
+        and (not config.seeds or seed in config.seeds)
     ]
     if file.reference and (not config.only or REFERENCE in config.only):
         units.insert(0, (_REFERENCE, 0))
@@ -313,6 +319,13 @@ def _part(prompts: list, workload: Workload, rows_per_prompt: int) -> dict[str, 
     return bank_part(arrays, workload.geometry, rows_per_prompt)
 
 
+def _seeds(texts: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(text) for text in texts)
+    except ValueError as error:
+        raise ConfigError("seeds", texts, "must be whole numbers") from error
+
+
 def main() -> None:
     """Reads the flags, prepares, says how much."""
     values = flags.FLAGS
@@ -323,6 +336,7 @@ def main() -> None:
             routing=values.routing,
             out=values.out,
             only=tuple(values.only),
+            seeds=_seeds(values.seeds),
             jobs=values.jobs,
         )
     )

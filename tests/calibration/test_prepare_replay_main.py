@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,14 @@ def test_every_seed_gets_a_bank_and_its_fits_and_what_is_there_stays(config, tmp
     assert fits["fit-half"].manifest.metrics["num_prompts"] == 6
     (tmp_path / "out/tiny-s1/bank.npz").unlink()
     assert run(config) == 1
+
+
+def test_some_seeds_can_be_asked_for(config, tmp_path):
+    some = dataclasses.replace(config, seeds=(1,))
+    assert run(some) == 5
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny-s1"]
+    with pytest.raises(ConfigError, match="seeds"):
+        run(dataclasses.replace(config, seeds=(2,)))
 
 
 def test_only_known_workloads_can_be_asked_for(config):
