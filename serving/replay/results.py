@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from serving.replay.compare import BEST, Comparison, RunResult
+from serving.replay.compare import BEST, Comparison, RunResult, holm
 from serving.replay.report import Report
 
 P50, P99, MEAN = "tpot_ms_p50", "tpot_ms_p99", "tpot_ms_mean"
@@ -146,14 +146,13 @@ def policies_table(found: Found, cells: Sequence[str], policies: Sequence[str]) 
     return lines if len(lines) > 2 else [f"{MISSING[0].upper()}{MISSING[1:]}."]
 
 
-def claim(found: Found, text: str, variant: str, against: str, metric: str) -> Bar:
+def claim(found: Found, text: str, pairs: Sequence[tuple[str, str]], metric: str) -> Bar:
     """What leaving a part out costs, over all cells that asked: one clear cell is enough.
 
     Args:
         found: the reports.
         text: the claim, in words.
-        variant: the rule with the part left out.
-        against: the rule itself.
+        pairs: (a rule with the part left out, the rule itself); Holm's p is over the cells of all.
         metric: which has to rise.
 
     Returns:
@@ -162,15 +161,20 @@ def claim(found: Found, text: str, variant: str, against: str, metric: str) -> B
     """
     items = [
         item
+        for variant, against in pairs
         for cell in found.cells(ABLATIONS)
         if (item := found.get(cell, variant, metric, against)) is not None
     ]
-    clear = [item for item in items if item.ci_low_pct > 0.0 and item.p_holm < 0.05]
+    corrected = holm([item.p_value for item in items])
+    clear = [p < 0.05 and i.ci_low_pct > 0.0 for p, i in zip(corrected, items, strict=True)]
+    shown = [
+        f"{pct(item)} p {p:.3f} at {item.cell}, {item.policy}"
+        for p, item in zip(corrected, items, strict=True)
+    ]
     return Bar(
         text=f"{text} in some cell: interval above 0, Holm's p < .05",
-        measured="; ".join(f"{pct(item)} p {item.p_holm:.3f} at {item.cell}" for item in items)
-        or MISSING,
-        holds=bool(clear) if items else None,
+        measured="; ".join(shown) or MISSING,
+        holds=any(clear) if items else None,
     )
 
 
@@ -182,7 +186,7 @@ def ablation_table(
     Args:
         found: the reports.
         cells: where they ran.
-        policies: (variant, what it is compared with).
+        policies: (variant, what it is compared with); p is over the cells of one row of these.
     """
     lines = [
         "| variant | against | cell | draws | P50 | p | P99 | p |",

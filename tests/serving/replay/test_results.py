@@ -150,7 +150,7 @@ def ablated(values: dict[str, list[float]]) -> Report:
 )
 def test_a_claim_counts_every_cell_that_asked(values, holds):
     report = ablated(values)
-    bar = claim(Found([report]), "IDF helps", "eldr_no_idf", "eldr_online", "tpot_ms_p50")
+    bar = claim(Found([report]), "IDF helps", [("eldr_no_idf", "eldr_online")], "tpot_ms_p50")
     assert bar.holds is holds
     assert all((cell in bar.measured) == (holds is not None) for cell in values)
     text = "\n".join(page([report], PUBLISHED))
