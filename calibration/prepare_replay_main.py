@@ -43,7 +43,6 @@ from serving.signatures.manifest import MANIFEST
 
 SCHEMA_VERSION = 1
 _PART_PROMPTS = 256
-_REFERENCE = -1  # the unit of work that is no set
 
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +120,15 @@ class PrepareConfig:
             raise ConfigError("jobs", self.jobs, "must be >= 0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """What one process makes at a time: a set and seed; without a set, the file's reference."""
+
+    file: PrepareFile
+    item: PreparedSet | None
+    seed: int
+
+
 def load_prepare(path: str | Path) -> PrepareFile:
     """Reads a prepare file.
 
@@ -158,15 +166,15 @@ def run(config: PrepareConfig) -> int:
     if unknown := sorted(set(config.seeds) - set(seeds)):
         raise ConfigError("seeds", unknown[0], f"must be one of {seeds}")
     units = [
-        (number, seed)
+        _Unit(file=file, item=item, seed=seed)
         for seed in seeds
-        for number, item in enumerate(file.sets)
+        for item in file.sets
         if seed in item.seeds
         and (not config.only or item.workload in config.only)
         and (not config.seeds or seed in config.seeds)
     ]
     if file.reference and (not config.only or REFERENCE in config.only):
-        units.insert(0, (_REFERENCE, 0))
+        units.insert(0, _Unit(file=file, item=None, seed=0))
     jobs = min(config.jobs or len(os.sched_getaffinity(0)), len(units))
     if jobs <= 1:
         source = ProfileSource(config.corpora, config.routing)
@@ -185,7 +193,7 @@ def run(config: PrepareConfig) -> int:
 _kept_source = functools.cache(ProfileSource)
 
 
-def _tried(config: PrepareConfig, unit: tuple[int, int]) -> int | None:
+def _tried(config: PrepareConfig, unit: _Unit) -> int | None:
     """`_unit`; None when something is wrong with its inputs (such errors do not pickle)."""
     try:
         return _unit(config, unit)
@@ -193,31 +201,29 @@ def _tried(config: PrepareConfig, unit: tuple[int, int]) -> int | None:
         return None
 
 
-def _unit(config: PrepareConfig, unit: tuple[int, int]) -> int:
+def _unit(config: PrepareConfig, unit: _Unit) -> int:
     """One set and seed in a process that keeps its tables."""
     return _made(config, unit, _kept_source(config.corpora, config.routing))
 
 
-def _made(config: PrepareConfig, unit: tuple[int, int], source: ProfileSource) -> int:
-    file, folder = load_prepare(config.config), Path(config.config).parent
-    number, seed = unit
-    if number == _REFERENCE:
-        if file.reference is None:
-            return 0
-        began_s = time.monotonic()
-        made = prepare_reference(
-            file.reference,
-            model=folder / file.reference.model,
-            corpora=config.corpora,
-            out=Path(config.out),
-            num_regions=file.num_regions,
-        )
-        _say(REFERENCE, made, began_s)
-        return made
-    item = file.sets[number]
-    workload = choose(load_workloads(folder / file.workloads), item.workload)
-    drawn = msgspec.structs.replace(workload, seed=seed)
-    return _prepare(file, item, drawn, source, Path(config.out))
+def _made(config: PrepareConfig, unit: _Unit, source: ProfileSource) -> int:
+    file, folder, out = unit.file, Path(config.config).parent, Path(config.out)
+    if unit.item is not None:
+        workload = choose(load_workloads(folder / file.workloads), unit.item.workload)
+        drawn = msgspec.structs.replace(workload, seed=unit.seed)
+        return _prepare(file, unit.item, drawn, source, out)
+    if file.reference is None:
+        return 0
+    began_s = time.monotonic()
+    made = prepare_reference(
+        file.reference,
+        model=folder / file.reference.model,
+        corpora=config.corpora,
+        out=out,
+        num_regions=file.num_regions,
+    )
+    _say(REFERENCE, made, began_s)
+    return made
 
 
 def _prepare(

@@ -141,8 +141,11 @@ def write_bank(path: str | Path, bank: RoutingBank) -> None:
     arrays = {name: getattr(bank, name) for name in _ARRAYS}
     if bank.gates is not None:
         arrays["gates"] = bank.gates
-    with file.open("wb") as stream:
+    # Whole files only: a process that was stopped leaves no half of a bank.
+    part = file.with_suffix(".part")
+    with part.open("wb") as stream:
         np.savez(stream, allow_pickle=False, header=header, **arrays)
+    part.replace(file)
 
 
 def read_bank(path: str | Path) -> RoutingBank:
