@@ -24,6 +24,7 @@ from serving.replay.metrics import run_metrics, tpot_series
 from serving.replay.service import cell_cost, decode_times, load_latency, prefill_times
 from serving.replay.workload import Workload, build_workload
 from serving.signatures.artefact import load_artefact
+from serving.signatures.manifest import MANIFEST, read_manifest
 
 SCHEMA_VERSION = 1
 # A run that is kept is a function of what it is keyed by and of this code.
@@ -31,6 +32,8 @@ _RUN_VERSION = "2"
 _RECORD_SHARE = 0.002
 _REFERENCES = ("eldr_online", "eldr_static", "expert_cost")
 _MAX_LEARNED = 8
+# What a fit measured of its workload that goes into the report.
+_METRICS = ("spearman", "prefill_decode_correlation", "union_reduction_")
 
 Told = Callable[[str, int], None]
 
@@ -222,7 +225,7 @@ class ReplayRunner:
         if isinstance(scenario.bank, str):
             names.append(scenario.bank)
         if artefact := policy.artefact or scenario.artefact:
-            names.append(f"{artefact}/manifest.json")
+            names.append(f"{artefact}/{MANIFEST}")
         return [name for name in names if name]
 
     def _stamp(self, name: str) -> str:
@@ -238,6 +241,13 @@ class ReplayRunner:
             found = self._sources[name] = {"sha256": digest}
             if file.suffix == ".npz":
                 found |= read_header(file).provenance
+            elif file.name == MANIFEST:
+                metrics = read_manifest(file.parent).metrics
+                found |= {
+                    f"metric {name}": f"{value:.4f}"
+                    for name, value in metrics.items()
+                    if name.startswith(_METRICS)
+                }
         return found["sha256"]
 
     def _machine(self, scenario: Scenario, bank: RoutingBank) -> Machine:

@@ -6,6 +6,7 @@ are printed with what was measured, whether they hold or not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -216,6 +217,36 @@ def loads_table(found: Found, groups: Sequence[str], policy: str) -> list[str]:
             columns.append(" / ".join(map(pct, items)) if any(items) else MISSING)
         lines.append(f"| {group} | {' | '.join(columns)} |")
     return lines
+
+
+def workloads_table(reports: Sequence[Report]) -> list[str]:
+    """What the fits behind the runs measured of their workloads: least and most over draws.
+
+    A row per group of domains that a workload's prompts come from, tasks or languages.
+    """
+    # .../WORKLOAD-s3/fit/manifest.json; other folders hold ablations of the same prompts.
+    fits = [
+        (match[1], facts)
+        for name, facts in sorted({n: f for r in reports for n, f in r.sources.items()}.items())
+        if (match := re.search(r"([^/]+)-s\d+/fit/manifest\.json$", name))
+    ]
+    lines = [
+        "| workload | domains | draws | signature Spearman | prefill/decode correlation | "
+        "fewer experts in one domain's batch of 8 | 16 | 32 | 64 |",
+        "|---" * 9 + "|",
+    ]
+    for workload in dict.fromkeys(name for name, _ in fits):
+        own = [facts for name, facts in fits if name == workload]
+        for group in ("task", "language"):
+            reductions = [f"metric union_reduction_{group}_{size}" for size in (8, 16, 32, 64)]
+            if not any(reductions[0] in facts for facts in own):
+                continue
+            columns = []
+            for fact in ("metric spearman", "metric prefill_decode_correlation", *reductions):
+                values = [float(facts[fact]) for facts in own if fact in facts]
+                columns.append(f"{min(values):.3f}..{max(values):.3f}" if values else "")
+            lines.append(f"| {workload} | {group} | {len(own)} | {' | '.join(columns)} |")
+    return lines if len(lines) > 2 else [f"{MISSING[0].upper()}{MISSING[1:]}."]
 
 
 def share_of(found: Found, part: tuple[str, str], whole: tuple[str, str], metric: str) -> float:

@@ -27,6 +27,7 @@ from serving.replay.results import (
     policies_table,
     run_facts,
     share_of,
+    workloads_table,
     worst,
 )
 
@@ -77,6 +78,10 @@ def page(reports: Sequence[Report], published: Sequence[PublishedResult]) -> lis
         "a structure, texts and arrivals of its own (the reference model cannot be drawn again: "
         f"there, fits and arrivals). Draws reported: {_draws(reports)}. Arrivals are Poisson and "
         "paired with our texts: the pairing is our composition.",
+        "",
+        "The workloads as drawn, before any rule ran:",
+        "",
+        *workloads_table(reports),
         "",
         *main_table(found, published),
         "",

@@ -17,6 +17,7 @@ from serving.replay.results import (
     loads_table,
     main_table,
     share_of,
+    workloads_table,
     worst,
 )
 from serving.replay.results_page import bars, page, recovered
@@ -157,6 +158,28 @@ def test_a_claim_counts_every_cell_that_asked(values, holds):
     assert "| eldr_gates | eldr_online | not run |" in text
     if holds is not None:
         assert "| eldr_no_idf | eldr_online | ablations | 3 |" in text
+
+
+def test_what_the_fits_measured_is_shown_by_draws(main_report):
+    def fit(spearman: float) -> dict[str, str]:
+        return {
+            "sha256": "x",
+            "metric spearman": f"{spearman}",
+            "metric prefill_decode_correlation": "0.71",
+            "metric union_reduction_task_8": "0.12",
+        }
+
+    sources = {
+        "a/tasks-s10/fit/manifest.json": fit(0.6912),
+        "a/tasks-s11/fit/manifest.json": fit(0.7),
+        "a/tasks-s11/fit-no-idf/manifest.json": fit(0.1),
+        "a/tasks-s11/bank.npz": {"sha256": "y"},
+    }
+    lines = workloads_table([msgspec.structs.replace(main_report, sources=sources)])
+    assert lines[2:] == [
+        "| tasks | task | 2 | 0.691..0.700 | 0.710..0.710 | 0.120..0.120 |  |  |  |"
+    ]
+    assert workloads_table([main_report]) == ["Not run."]
 
 
 def test_every_load_of_a_substrate_is_shown_or_said_to_be_missing():
