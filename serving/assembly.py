@@ -138,6 +138,7 @@ def expert_profiles(artefact: SignatureArtefact) -> ExpertProfiles:
         shrink_tokens=fitted.shrink_tokens,
         centroids=fitted.centroids,
         profiles=fitted.profiles,
+        layer_scale=fitted.layer_scale,
     )
 
 

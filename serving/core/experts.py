@@ -35,6 +35,8 @@ class ExpertProfiles:
         shrink_tokens: k of the formula, > 0.
         centroids: float32 [C, M] unit rows, clusters of calibration signatures; C may be 0.
         profiles: float32 [C, M], each cluster's decode profile.
+        layer_scale: float32 [C], distinct experts over all layers per one over the masked layers,
+            of each cluster's requests; None when not fitted.
     """
 
     version: str
@@ -47,6 +49,7 @@ class ExpertProfiles:
     shrink_tokens: float = 512.0
     centroids: np.ndarray | None = None
     profiles: np.ndarray | None = None
+    layer_scale: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         size = self.num_masked_layers * self.num_experts
@@ -63,6 +66,10 @@ class ExpertProfiles:
                     f"centroids {self.centroids.shape} and profiles {self.profiles.shape} must "
                     f"both be (C >= 1, {size})"
                 )
+        if self.layer_scale is not None:
+            num = 0 if self.centroids is None else len(self.centroids)
+            if self.layer_scale.shape != (num,) or not (self.layer_scale > 0).all():
+                raise ValueError(f"layer_scale={self.layer_scale} must hold {num} values > 0")
 
     @property
     def size(self) -> int:
@@ -74,6 +81,12 @@ class ExpertProfiles:
         if self.centroids is None:
             return -1
         return int((self.centroids @ vector).argmax())
+
+    def scale_of(self, cluster: int) -> float:
+        """`layer_scale` of a cluster; 0.0 when nobody knows, -1 included."""
+        if self.layer_scale is None or cluster < 0:
+            return 0.0
+        return float(self.layer_scale[cluster])
 
     def keep(
         self, signature: Signature | None, *, weight: float = 1.0, cluster: int | None = None

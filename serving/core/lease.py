@@ -47,6 +47,8 @@ class Reservation:
         lambda_usd_per_s: price of the request's delay (its class).
         tpot_limit_s: its class's time per output token, seconds; inf for none.
         keep: float32 [M], 1 - q per masked (layer, expert); None without an expert model.
+        layer_scale: distinct experts over all layers per one over the masked layers, of requests
+            like this one; 0 when not known.
     """
 
     lease_id: str
@@ -63,6 +65,7 @@ class Reservation:
     lambda_usd_per_s: float = 0.0
     tpot_limit_s: float = float("inf")
     keep: np.ndarray | None = None
+    layer_scale: float = 0.0
 
     def lease(self) -> Lease:
         """The part a client may see."""

@@ -31,11 +31,20 @@ Decode, L = E[len_r], t0 = t(S), t1 = t(S + r):
     externality     sum_j min(L, rem_j) * (t1 - t0)                       at each lambda_j
     expert_locality J by the mean number of experts, minus J              INFO
     region_prior    (L + others) * c2 * f * experts the region holds      SCORE
+    even_steps      (sqrt(n / n_even) - 1) * L * t1                       at lambda, SCORE
     tail_weight     J at t_ref * (t / t_ref)^p, minus J                   SCORE
+
+Why `even_steps`: J is the mean delay. Experts saturate, so a worker that many share is cheap to
+join, and the mean is lowest with some workers fuller and slower than others, which is what P99
+sees: there the request's own delay has to count for more. Where few share a worker its step
+time tells who happens to be there, and leaning on it scatters what belongs together: there it
+has to count for less. A count of n fluctuates by sqrt(n), so what lasts of a difference stands
+out of the noise in proportion to sqrt(n), and so grows the weight of the request's own delay.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,23 +63,31 @@ class ScoreOptions:
 
     Attributes:
         region_prior: credit experts that the worker's region holds anyway.
+        even_from_requests: n_even, the mean number of requests per worker at which the
+            request's own delay counts as it is; with more it counts for more, with fewer for
+            less, as sqrt(n / n_even) up to 2.5. Below a quarter of n_even there is hardly anybody
+            to gather with and it counts as it is, as it always does with None.
         tail_power: p of t_ref * (t / t_ref)^p, the tail-weighted step time; 1 is plain.
         tail_reference_s: t_ref, the cell's median step time; None takes the median of the
             feasible workers' steps with the request.
     """
 
     region_prior: bool = True
+    even_from_requests: float | None = 16.0
     tail_power: float = 1.0
     tail_reference_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.tail_power <= 8.0:
             raise ValueError(f"{self.tail_power=} must lie in [1, 8]")
+        if self.even_from_requests is not None and not self.even_from_requests > 0:
+            raise ValueError(f"{self.even_from_requests=} must be > 0")
         if self.tail_reference_s is not None and not self.tail_reference_s > 0:
             raise ValueError(f"{self.tail_reference_s=} must be > 0")
 
 
-PLAIN = ScoreOptions(region_prior=False)
+PLAIN = ScoreOptions(region_prior=False, even_from_requests=None)
+_FEW_OF_EVEN, _MOST_EVEN = 0.25, 2.5
 
 
 class Prices(Protocol):
@@ -122,7 +139,7 @@ class DecodePrices:
     as touching the mean number of experts.
 
     Attributes:
-        score_usd: float64 [W], J plus region prior and tail weighting.
+        score_usd: float64 [W], J plus region prior, even steps and tail weighting.
         step_s: float64 [W], t(S); 0 on an idle worker.
         step_with_s: float64 [W], t(S + r).
     """
@@ -141,6 +158,7 @@ class DecodePrices:
         self._price = context.target.lambda_usd_per_s
         self._saved_s: np.ndarray | None = None
         self._tail: tuple[np.ndarray, np.ndarray] | None = None
+        self._more_even = 0.0
         self._step_times(context, costs, options.region_prior, rows)
         self._added_s = self.step_with_s - self.step_s
         self._other_tokens, self._other_usd = _others(context)
@@ -159,6 +177,9 @@ class DecodePrices:
         score = per_added * added_s
         score += step_s * per_step
         score += context.transfer_s * self._price
+        if options.even_from_requests is not None:
+            self._more_even = _more_even(context, options.even_from_requests)
+            score += self.step_with_s * (self._more_even * per_step)
         self.score_usd = score
 
     def breaks_target(self) -> np.ndarray:
@@ -185,7 +206,7 @@ class DecodePrices:
         return usd, inside
 
     def matrix(self) -> TermMatrix:
-        """The terms, float64 [W, 4 to 7]."""
+        """The terms, float64 [W, 4 to 8]."""
         length, price, added_s = self._length, self._price, self._added_s
         delay_s, compute_s = length * self.step_with_s, length * added_s
         names = ["transfer", "decode_delay", "decode_compute", "externality"]
@@ -201,6 +222,10 @@ class DecodePrices:
             names.append("region_prior")
             seconds.append(self._saved_s * (length + self._other_tokens))
             usd.append(self._saved_s * (grows + length * price))
+        if self._more_even:
+            names.append("even_steps")
+            seconds.append(self._more_even * delay_s)
+            usd.append(self._more_even * delay_s * price)
         if self._tail is not None:
             extra0, extra1 = self._tail
             names.append("tail_weight")
@@ -295,6 +320,15 @@ def _dot(matrix: np.ndarray | None, vector: np.ndarray, rows: np.ndarray | None)
     products = np.zeros(len(matrix), np.float32)
     products[rows] = matrix.take(rows, axis=0) @ vector
     return products
+
+
+def _more_even(context: PlacementContext, even_from: float) -> float:
+    """By how much more the request's own delay counts; see the module."""
+    feasible = context.feasible
+    mean = float(context.view.num_inflight @ feasible) / max(1, np.count_nonzero(feasible))
+    if mean < _FEW_OF_EVEN * even_from:
+        return 0.0
+    return min(_MOST_EVEN, math.sqrt(mean / even_from)) - 1.0
 
 
 def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:

@@ -331,6 +331,7 @@ def reservation(given: StageInput, choice: StageChoice, config: RouterConfig) ->
     decodes = phase is Phase.DECODE
     uncached = request.num_prompt_tokens - int(context.cached_tokens[row])
     length = request.length.mean_tokens
+    experts = context.experts
     return Reservation(
         lease_id=f"{config.router_id}/{given.sequence}",
         request_id=request.request_id,
@@ -346,6 +347,7 @@ def reservation(given: StageInput, choice: StageChoice, config: RouterConfig) ->
         lambda_usd_per_s=context.target.lambda_usd_per_s,
         tpot_limit_s=context.target.tpot_p99_s,
         keep=context.keep,
+        layer_scale=0.0 if experts is None else experts.scale_of(context.cluster),
     )
 
 

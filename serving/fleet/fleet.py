@@ -186,7 +186,7 @@ class Fleet:
         keep = reservation.keep
         if is_new and keep is not None and self.survival is not None:
             self._arrange(self.survival)
-            self.survival.add(reservation.worker_id, keep)
+            self.survival.add(reservation.worker_id, keep, reservation.layer_scale)
         return lease
 
     def release(self, request_id: str, phase: Phase) -> bool:
@@ -195,7 +195,7 @@ class Fleet:
         if reservation is None:
             return False
         if reservation.keep is not None and self.survival is not None:
-            self.survival.remove(reservation.worker_id, reservation.keep)
+            self.survival.remove(reservation.worker_id, reservation.keep, reservation.layer_scale)
         return True
 
     def lease_of(self, request_id: str, phase: Phase) -> Lease | None:

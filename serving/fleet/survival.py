@@ -10,6 +10,11 @@ The region prior (DESIGN "Placement") is a second matrix, the first times (1 - P
 several routers share the workers, what the others placed there is known by number only; those
 requests count as requests of the worker's region, as the region prior's pseudo-members do: taken
 for average traffic they would hide from each router what the workers are for.
+
+How many experts the layers outside the mask add depends on the requests too (Chinese and English
+differ by 7% on the published tables), so a worker's `layer_scale` is the mean over its open
+requests and the pseudo-members of its region. By its region alone a worker that serves others
+than its region's would be priced for what it does not hold, and fill up.
 """
 
 from __future__ import annotations
@@ -90,6 +95,10 @@ class SurvivalRows:
         self._survival = np.ones((0, size), np.float32)
         self._sum = np.zeros(0, np.float64)
         self._num = np.zeros(0, np.float64)
+        # Of the region, the sum and number of the members', and the mean of all that.
+        self._region_scale = np.ones(0, np.float64)
+        self._member_scale = np.zeros(0, np.float64)
+        self._num_scaled = np.zeros(0, np.float64)
         self._scale = np.ones(0, np.float64)
         self._total = np.ones(0, np.float64)
         self._profiles: np.ndarray | None = None
@@ -119,6 +128,9 @@ class SurvivalRows:
         self._survival = moved(self._survival, 1.0)
         self._sum = moved(self._sum, float(self.size))
         self._num = moved(self._num, 0)
+        self._region_scale = moved(self._region_scale, self._default_scale)
+        self._member_scale = moved(self._member_scale, 0.0)
+        self._num_scaled = moved(self._num_scaled, 0.0)
         self._scale = moved(self._scale, self._default_scale)
         self._total = self._scale * self.size
         if self._profiles is not None:
@@ -129,14 +141,18 @@ class SurvivalRows:
         self._worker_ids = worker_ids
         self._row_of = {worker_id: row for row, worker_id in enumerate(worker_ids)}
 
-    def add(self, worker_id: str, keep: np.ndarray) -> None:
+    def add(self, worker_id: str, keep: np.ndarray, layer_scale: float = 0.0) -> None:
         """A request joins a worker.
 
         Args:
             worker_id: a worker of the last `arrange`.
             keep: float32 [M], 1 - q, in [MIN_KEEP, 1].
+            layer_scale: distinct experts over all layers per one over the masked layers, of
+                requests like this one; 0 when not known.
         """
         row = self._row_of[worker_id]
+        if layer_scale > 0.0:
+            self._rescale(row, layer_scale, 1.0)
         self._joined.setdefault(row, []).append(keep)
         survival = self._survival[row]
         survival *= keep
@@ -153,11 +169,13 @@ class SurvivalRows:
                 prior *= keep
                 self._prior_sum[row] = prior @ self._ones
 
-    def remove(self, worker_id: str, keep: np.ndarray) -> None:
-        """A request leaves a worker; a worker no longer arranged is ignored."""
+    def remove(self, worker_id: str, keep: np.ndarray, layer_scale: float = 0.0) -> None:
+        """A request leaves a worker, as it joined; a worker no longer arranged is ignored."""
         row = self._row_of.get(worker_id)
         if row is None:
             return
+        if layer_scale > 0.0:
+            self._rescale(row, -layer_scale, -1.0)
         self._take_logs(row)
         self._blend.forget(row)
         self._num[row] -= 1
@@ -189,11 +207,12 @@ class SurvivalRows:
         num = len(self._worker_ids)
         self._rows = None
         self._blend = _Blend()
-        self._scale = np.full(num, self._default_scale)
+        self._region_scale = np.full(num, self._default_scale)
         for worker_id, scale in (layer_scale or {}).items():
             if worker_id in self._row_of:
-                self._scale[self._row_of[worker_id]] = scale
-        self._total = self._scale * self.size
+                self._region_scale[self._row_of[worker_id]] = scale
+        for row in range(num):
+            self._rescale(row, 0.0, 0.0)
         if not profiles or self.pseudo_members == 0:
             self._profiles = None
             return
@@ -271,6 +290,17 @@ class SurvivalRows:
             survival_prior=blend.prior,
             survival_prior_sum=blend.prior_sum,
         )
+
+    def _rescale(self, row: int, scale: float, num: float) -> None:
+        """Takes `num` members of summed `scale` in (or out), and works the row's mean out."""
+        count = float(self._num_scaled[row]) + num
+        # Emptied: exactly the region's again.
+        total = float(self._member_scale[row]) + scale if count > 0.5 else 0.0
+        self._num_scaled[row], self._member_scale[row] = max(0.0, count), total
+        weight = max(1.0, self.pseudo_members)
+        mean = (weight * float(self._region_scale[row]) + total) / (weight + max(0.0, count))
+        self._scale[row] = mean
+        self._total[row] = mean * self.size
 
     def _take_logs(self, row: int) -> None:
         """Moves joins into the log row; put off until somebody leaves, off the decision."""

@@ -25,6 +25,7 @@ from serving.policies.round_robin import RoundRobin
 def _expert_cost(
     *,
     region_prior: bool = True,
+    even_from_requests: float | None = 16.0,
     tail_power: float = 1.0,
     tail_reference_s: float | None = None,
     max_spread: bool = False,
@@ -35,7 +36,10 @@ def _expert_cost(
     small_share: float = 0.5,
 ) -> Policy:
     score = ScoreOptions(
-        region_prior=region_prior, tail_power=tail_power, tail_reference_s=tail_reference_s
+        region_prior=region_prior,
+        even_from_requests=even_from_requests,
+        tail_power=tail_power,
+        tail_reference_s=tail_reference_s,
     )
     return ExpertCost(
         ExpertCostOptions(

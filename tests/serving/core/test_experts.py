@@ -61,3 +61,12 @@ def test_counts_of_another_size_are_refused():
 def test_half_a_clustering_is_refused():
     with pytest.raises(ValueError, match="together"):
         dataclasses.replace(parts.profiles(), profiles=None)
+
+
+def test_layer_scales_belong_to_the_clusters():
+    profiles = dataclasses.replace(parts.profiles(), layer_scale=np.array([1, 2, 3], np.float32))
+    assert [profiles.scale_of(cluster) for cluster in (-1, 0, 2)] == [0.0, 1.0, 3.0]
+    assert parts.profiles().scale_of(1) == 0.0
+    for wrong in ([1.0, 2.0], [1.0, 0.0, 2.0]):
+        with pytest.raises(ValueError, match="layer_scale"):
+            dataclasses.replace(parts.profiles(), layer_scale=np.array(wrong, np.float32))

@@ -203,7 +203,9 @@ def test_region_prior_draws_to_the_region_and_leaves_j_alone():
 
 def test_tail_power_keeps_plain_seconds_beside_the_weighted():
     seen = parts.view(2, num_inflight=[1.0, 6.0])
-    options = objective.ScoreOptions(tail_power=2.0, tail_reference_s=0.005)
+    options = objective.ScoreOptions(
+        even_from_requests=None, tail_power=2.0, tail_reference_s=0.005
+    )
     weighted, plain = (
         objective.price(parts.context(seen), options),
         objective.price(parts.context(seen)),
@@ -216,15 +218,57 @@ def test_tail_power_keeps_plain_seconds_beside_the_weighted():
     np.testing.assert_allclose(weighted.matrix().total_usd(), plain.score_usd)
 
 
+@pytest.mark.parametrize(
+    ("mean", "factor"),
+    [(0.0, 1.0), (3.9, 1.0), (4.0, 0.5), (16.0, 1.0), (36.0, 1.5), (64.0, 2.0), (400.0, 2.5)],
+)
+def test_own_delay_counts_for_more_where_many_share_a_worker(mean, factor):
+    seen = parts.view(3, num_inflight=[0.5 * mean, 1.5 * mean, 9000.0])
+    asked = parts.context(seen, feasible=np.array([True, True, False]))
+    options = objective.ScoreOptions(region_prior=False, even_from_requests=16.0)
+    even, plain = objective.price(asked, options), objective.price(asked)
+    own = 20 * dict(plain.matrix().facts)["step_with_s"] * PRICE
+    np.testing.assert_allclose(even.score_usd, plain.score_usd + (factor - 1.0) * own)
+    np.testing.assert_allclose(even.matrix().total_usd(), plain.score_usd)
+    if factor == 1.0:
+        assert "even_steps" not in even.matrix().names
+    else:
+        assert term(even.matrix(), "even_steps")[1] == pytest.approx((factor - 1.0) * own[0])
+
+
+def test_even_steps_keep_a_slow_worker_from_filling_up_because_it_is_full():
+    # Sixty share each worker; experts saturate, so the last joins the fuller one for less.
+    seen = parts.view(2, num_inflight=[58.0, 62.0])
+    rows = parts.expert_rows(2, prior=False)
+    few = np.full((2, parts.SIZE), 0.5, np.float32)
+    few[1] = 0.02
+    rows = dataclasses.replace(
+        rows,
+        survival=few,
+        survival_sum=few.sum(axis=1, dtype=np.float64),
+        num_modelled=np.array([58.0, 62.0]),
+    )
+    asked = parts.context(
+        dataclasses.replace(seen, experts=rows), keep=np.full(parts.SIZE, 0.8, np.float32)
+    )
+    plain = objective.price(asked, objective.ScoreOptions(even_from_requests=None))
+    even = objective.price(asked, objective.ScoreOptions())
+    slower = dict(plain.matrix().facts)["step_with_s"]
+    assert slower[1] > slower[0]
+    assert plain.score_usd[1] < plain.score_usd[0]
+    assert even.score_usd[1] - even.score_usd[0] > plain.score_usd[1] - plain.score_usd[0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     phase=st.sampled_from(list(Phase)),
     prior=st.booleans(),
     power=st.sampled_from([1.0, 2.0, 3.0]),
+    even=st.sampled_from([None, 2.0, 16.0]),
     modelled=st.booleans(),
 )
-def test_the_score_is_the_sum_of_its_terms(seed, phase, prior, power, modelled):
+def test_the_score_is_the_sum_of_its_terms(seed, phase, prior, power, even, modelled):
     draw = np.random.default_rng(seed)
     num = int(draw.integers(1, 9))
     rows = draw.integers(0, num, 12).tolist()
@@ -247,7 +291,7 @@ def test_the_score_is_the_sum_of_its_terms(seed, phase, prior, power, modelled):
         transfer_s=draw.random(num),
         keep=draw.random(parts.SIZE).astype(np.float32) if modelled else None,
     )
-    options = objective.ScoreOptions(region_prior=prior, tail_power=power)
+    options = objective.ScoreOptions(region_prior=prior, tail_power=power, even_from_requests=even)
     prices = objective.price(asked, options)
     matrix = prices.matrix()
     np.testing.assert_allclose(matrix.score_usd(), prices.score_usd, rtol=1e-9)

@@ -400,3 +400,19 @@ def test_config_rules():
     for bad in ({"lease_s": 0.0}, {"record_everyone": 2.0}, {"targets": {}}, {"router_id": ""}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             RouterConfig(**bad)
+
+
+def test_a_worker_is_priced_by_the_layer_scale_of_who_runs_there():
+    rig = parts.Rig(num_decode=1)
+    rig.router.set_experts(
+        dataclasses.replace(parts.profiles(), layer_scale=np.full(3, 6.0, np.float32))
+    )
+    decode(rig, parts.request(), signature=parts.signature())
+    # 2 by geometry, as eight pseudo-members, and 6 of the one that is there.
+    scale = rig.router.view(Phase.DECODE).experts.layer_scale
+    np.testing.assert_allclose(scale, (8 * parts.LAYERS / parts.MASKED + 6.0) / 9)
+    rig.router.done(parts.request().request_id, 20, 0.1, 0.01)
+    assert rig.router.view(Phase.DECODE).experts.layer_scale[0] == parts.LAYERS / parts.MASKED
+    # Without a signature nobody knows what it touches.
+    decode(rig, parts.request("other"))
+    assert rig.router.view(Phase.DECODE).experts.layer_scale[0] == parts.LAYERS / parts.MASKED

@@ -48,6 +48,28 @@ def test_rows_are_the_products_of_whoever_is_there(steps, prior):
     assert (state.survival_prior is not None) == prior
 
 
+def test_scale_follows_who_is_there_not_only_the_region():
+    rows = SurvivalRows(SIZE, layer_scale=2.0, pseudo_members=2.0)
+    rows.arrange(("a", "b"))
+    rows.set_profiles({"a": np.zeros(SIZE, np.float32)}, {"a": 3.0})
+    pool = keeps(3)
+    rows.add("a", pool[0], 5.0)
+    rows.add("a", pool[1], 4.0)
+    rows.add("b", pool[2])  # nobody knows its scale: the region's stands
+    state = rows.rows()
+    np.testing.assert_allclose(state.layer_scale, [(2 * 3.0 + 5.0 + 4.0) / 4, 2.0])
+    np.testing.assert_allclose(state.total_experts, state.layer_scale * SIZE)
+    rows.arrange(("c", "b", "a"))
+    np.testing.assert_allclose(rows.rows().layer_scale, [2.0, 2.0, 15.0 / 4])
+    rows.remove("a", pool[0], 5.0)
+    np.testing.assert_allclose(rows.rows().layer_scale[2], (2 * 3.0 + 4.0) / 3)
+    # New regions, and then nobody: exactly the region's.
+    rows.set_profiles({"a": np.zeros(SIZE, np.float32)}, {"a": 2.5})
+    np.testing.assert_allclose(rows.rows().layer_scale[2], (2 * 2.5 + 4.0) / 3)
+    rows.remove("a", pool[1], 4.0)
+    assert rows.rows().layer_scale[2] == 2.5
+
+
 def test_a_million_joins_and_leaves_do_not_drift():
     rows = SurvivalRows(SIZE)
     rows.arrange(("a",))

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from serving import assembly
 from serving.core.clock import ManualClock
 from serving.core.costs import CostBook
 from serving.core.errors import ConfigError
@@ -119,6 +120,14 @@ def test_a_server_side_router_decides_as_the_replays_does(rig, make_scenario):
             assert (mine.score_delta, mine.unit) == (answer.score_delta, answer.unit)
             num_compared += 1
     assert num_compared == 2 * len(simulation.workload)
+
+
+def test_server_and_replay_read_the_same_profiles_of_an_artefact(rig):
+    artefact = rig.learned.artefact
+    ours, served = expert_profiles(artefact), assembly.expert_profiles(artefact)
+    np.testing.assert_array_equal(ours.layer_scale, artefact.profiles.layer_scale)
+    np.testing.assert_array_equal(served.layer_scale, artefact.profiles.layer_scale)
+    np.testing.assert_array_equal(served.mean_profile, ours.mean_profile)
 
 
 @pytest.mark.parametrize("routers", [1, 3])
