@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving import assembly
+from serving import assembly, native_kernels
 from serving.config import ServerConfig, check
 from serving.core.clock import Clock, SystemClock
 from serving.core.errors import ArtefactError, ConfigError, Rejected, RejectReason
@@ -265,6 +265,8 @@ class App:
         self._use_regions(config.router.decode_policy)
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
         await self._open_doors(facts)
+        if config.router.compiled:
+            native_kernels.load_in_background()
 
     def _check_address(self) -> None:
         """Tells of an address in use before anything is compiled; gRPC binds it at the end."""

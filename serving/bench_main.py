@@ -27,6 +27,7 @@ _TOKENS = flags.DEFINE_integer("tokens", 2048, "Prompt length.")
 _DECISIONS = flags.DEFINE_integer("decisions", 2000, "Requests measured per run.")
 _INFLIGHT = flags.DEFINE_integer("inflight", 8, "Requests each decode worker holds.")
 _MASKED = flags.DEFINE_integer("masked", 12, "Layers of 48 that signatures cover.")
+_COMPILED = flags.DEFINE_boolean("compiled", True, "Compiled loops, where numba is installed.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of prompts, counts and centroids.")
 _OUT = flags.DEFINE_string("out", None, "JSON file for the results; none when absent.")
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
             num_decisions=_DECISIONS.value,
             num_inflight=_INFLIGHT.value,
             num_masked=_MASKED.value,
+            compiled=_COMPILED.value,
             seed=_SEED.value,
         )
         results = run(config)

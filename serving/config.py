@@ -74,6 +74,8 @@ class RouterSection(_Section, frozen=True, kw_only=True):
         num_explained: recent requests `Explain` can still answer for.
         max_losses: workers one request may lose before its loss is reported.
         decode_wait_s: how long a finished prefill waits for a decode worker with room.
+        compiled: whether the decision's hot loops are compiled once the server runs, where numba
+            is installed.
         prefix_index: whether prompts are credited on the workers they were sent to before.
         kv_lease_s: how long unpulled KV is trusted on engines that enforce no lease.
         allow_restart: whether requests may be re-run from their tokens so far by default.
@@ -96,6 +98,7 @@ class RouterSection(_Section, frozen=True, kw_only=True):
     num_explained: Count = 4096
     max_losses: CountOrNone = 3
     decode_wait_s: NonNegative = 10.0
+    compiled: bool = True
     prefix_index: bool = False
     kv_lease_s: Positive = 20.0
     allow_restart: bool = True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from serving import native_kernels
 from serving.core.clock import ManualClock
 from serving.core.costs import CellCost, CostBook, PrefillTimeModel, StepTimeModel
 from serving.core.errors import ConfigError
@@ -51,6 +52,7 @@ class Config:
     num_decisions: int = 2000
     num_inflight: int = 8
     num_masked: int = NUM_MASKED
+    compiled: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ def run(config: Config, say: Callable[[str], None] = print) -> list[Result]:
         say: told one line per result, and per fleet as it starts.
     """
     results = []
+    if config.compiled and not native_kernels.load():
+        say("numba is not installed: NumPy alone")
     for num_workers in config.workers:
         say(f"{num_workers} + {num_workers} workers, {config.num_tokens} tokens ...")
         for result in _measure(config, num_workers):

@@ -4,12 +4,13 @@ Run as a script by that python; needs nothing of this project. One JSON request 
 standard input, one JSON answer per line on standard output:
 
     {"op": "hello"}                                      {"version"}
-    {"op": "fleet", "workers": n, "block_size": b, "keep": k}
+    {"op": "fleet", "workers": n, "choices": c, "block_size": b, "keep": k}
                                                          {}
     {"op": "decide", "prompts": [[token ...] ...]}       {"wall_ns": [...], "cpu_ns": [...]}
 
-A decision is `select_and_reserve` from token ids: hashing, overlap, choice and reservation. Its
-work runs on threads of its own, so CPU time is the process's. The fleet holds the last `keep`
+A decision is `select_and_reserve` from token ids: hashing, overlap, choice and reservation; with
+two choices, one in each of two fleets one after the other, as prefill and decode are chosen. Its
+work runs on threads of its own, so CPU time is the process's. A fleet holds the last `keep`
 reservations; older ones are given back off the clock.
 """
 
@@ -26,8 +27,8 @@ from collections import deque
 
 
 class _Fleet:
-    def __init__(self, service, keep: int) -> None:
-        self.service, self.keep = service, keep
+    def __init__(self, services, keep: int) -> None:
+        self.services, self.keep = services, keep
         self.open: deque[str] = deque()
         self.count = 0
 
@@ -39,12 +40,15 @@ class _Fleet:
             name = f"selection-{self.count}"
             request = {"model_name": "model", "token_ids": tokens, "selection_id": name}
             began_cpu, began = time.process_time_ns(), time.perf_counter_ns()
-            await self.service.select_and_reserve(request)
+            for service in self.services:
+                await service.select_and_reserve(request)
             wall.append(time.perf_counter_ns() - began)
             cpu.append(time.process_time_ns() - began_cpu)
             self.open.append(name)
             if len(self.open) > self.keep:
-                await self.service.free_reservation(self.open.popleft())
+                oldest = self.open.popleft()
+                for service in self.services:
+                    await service.free_reservation(oldest)
         return {"wall_ns": wall, "cpu_ns": cpu}
 
 
@@ -60,24 +64,27 @@ async def _answers() -> None:
         if request["op"] == "hello":
             answer = {"version": importlib.metadata.version("ai-dynamo-runtime")}
         elif request["op"] == "fleet":
-            service = service_of(indexer_threads=1)
-            for number in range(request["workers"]):
-                await service.upsert_worker(
-                    {
-                        "worker_id": number,
-                        "model_name": "model",
-                        "endpoint": f"http://127.0.0.1:{9000 + number}",
-                        "block_size": request["block_size"],
-                        "total_kv_blocks": 1 << 20,
-                        "max_num_batched_tokens": 8192,
-                    }
-                )
-            fleet = _Fleet(service, request["keep"])
+            services = [service_of(indexer_threads=1) for _ in range(request["choices"])]
+            for service in services:
+                for number in range(request["workers"]):
+                    await service.upsert_worker(_worker(number, request["block_size"]))
+            fleet = _Fleet(services, request["keep"])
         else:
             assert fleet is not None
             answer = await fleet.decide(request["prompts"])
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def _worker(number: int, block_size: int) -> dict:
+    return {
+        "worker_id": number,
+        "model_name": "model",
+        "endpoint": f"http://127.0.0.1:{9000 + number}",
+        "block_size": block_size,
+        "total_kv_blocks": 1 << 20,
+        "max_num_batched_tokens": 8192,
+    }
 
 
 if __name__ == "__main__":

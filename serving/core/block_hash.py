@@ -4,13 +4,16 @@ Block i's hash names the whole prefix up to and including block i, so equal hash
 equal prefix (same tokens, same salt). Everything is uint64 arithmetic modulo 2**64, done
 for all blocks at once:
 
-    b_i = sum_j mix(token_ij + 1) * m_j            multilinear over a block's tokens
+    b_i = mix(sum_j token_ij * m_j + a)                   multilinear over a block's tokens
     H_i = mix(sum_{j<=i} b_j * P**(i-j) + s * P**(i+1))   polynomial chain, s from the salt
 
-with `mix` the splitmix64 finaliser, m_j random odd, P random odd. The chain is evaluated
-without a loop as P**i * cumsum(b_j * P**-j), since an odd P has an inverse. Multipliers come
-from `seed`: give each deployment its own to keep crafted collisions out. This is NOT the
-engines' hash (FACTS section 5): their events carry token ids, which are hashed again here.
+with `mix` the splitmix64 finaliser (a bijection), m_j and P random odd, a random. Two different
+blocks meet with a chance below 2**-(63 - v) over the draws of m, 2**v the largest power of two
+that divides all differences of their token ids: 2**-63 for most, at the worst 2**-46 in a
+vocabulary below 2**18. The chain is evaluated without a loop as P**i * cumsum(b_j * P**-j),
+since an odd P has an inverse. Multipliers come from `seed`: give each deployment its own to keep
+crafted collisions out. This is NOT the engines' hash (FACTS section 5): their events carry token
+ids, which are hashed again here.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ import hashlib
 
 import numpy as np
 
-ALGORITHM = "eldr_poly64_v1"
+from serving.core.native import Kernel
+
+ALGORITHM = "eldr_poly64_v2"
 _MASK = (1 << 64) - 1
 _MAX_BLOCKS = 1 << 16
-_OFFSET = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser on a uint64 array (a bijection)."""
-    values = values ^ (values >> _SHIFT_30)
+    """splitmix64's finaliser on a uint64 array, in place (a bijection)."""
+    values ^= values >> _SHIFT_30
     values *= _MULTIPLIER_1
     values ^= values >> _SHIFT_27
     values *= _MULTIPLIER_2
@@ -56,9 +60,8 @@ class BlockHasher:
         odd = np.uint64(1)
         self._multipliers = draw.integers(0, _MASK, block_size_tokens, np.uint64, True) | odd
         base = int(draw.integers(0, _MASK, dtype=np.uint64, endpoint=True)) | 1
-        self._base = base
-        self._powers = _power_table(base)
-        self._inverse_powers = _power_table(pow(base, -1, 1 << 64))
+        self._base = np.uint64(base)
+        self._offset = draw.integers(0, _MASK, dtype=np.uint64, endpoint=True)
 
     def hashes(self, token_ids: np.ndarray, *, salt: str = "") -> np.ndarray:
         """Chained hashes of the FULL blocks of a prompt.
@@ -75,20 +78,77 @@ class BlockHasher:
             raise ValueError(f"{num_blocks=} must be <= {_MAX_BLOCKS}")
         if num_blocks == 0:
             return np.empty(0, np.uint64)
-        tokens = token_ids[: num_blocks * self.block_size_tokens].astype(np.uint64)
-        tokens += _OFFSET
-        mixed = _mix(tokens)
-        blocks = mixed.reshape(num_blocks, self.block_size_tokens) @ self._multipliers
-        blocks = _mix(blocks)
-        blocks *= self._inverse_powers[:num_blocks]
-        chain = np.add.accumulate(blocks)
-        chain += np.uint64(_salt_value(salt) * self._base & _MASK)
-        chain *= self._powers[:num_blocks]
-        return _mix(chain)
+        return CHAIN.run(
+            np.ascontiguousarray(token_ids, np.int32),
+            self._multipliers,
+            self._offset,
+            self._base,
+            np.uint64(_salt_value(salt)),
+        )
+
+
+def _chain_numpy(
+    token_ids: np.ndarray,
+    multipliers: np.ndarray,
+    offset: np.uint64,
+    base: np.uint64,
+    salt: np.uint64,
+) -> np.ndarray:
+    """Chained hashes of the full blocks; see the module.
+
+    Args:
+        token_ids: int32 [P].
+        multipliers: uint64 [B], m.
+        offset: a.
+        base: P of the chain.
+        salt: s.
+
+    Returns:
+        uint64 [P // B].
+    """
+    size = len(multipliers)
+    num_blocks = len(token_ids) // size
+    powers, inverse_powers = _power_tables(int(base))
+    tokens = token_ids[: num_blocks * size].astype(np.uint64)
+    blocks = tokens.reshape(num_blocks, size) @ multipliers
+    blocks += offset
+    blocks = _mix(blocks)
+    blocks *= inverse_powers[:num_blocks]
+    chain = np.add.accumulate(blocks)
+    if salt:
+        chain += np.uint64(int(salt) * int(base) & _MASK)
+    chain *= powers[:num_blocks]
+    return _mix(chain)
+
+
+def _chain_loop(token_ids, multipliers, offset, base, salt):
+    """`_chain_numpy`, one block after another."""
+    size = multipliers.shape[0]
+    out = np.empty(token_ids.shape[0] // size, np.uint64)
+    chain = salt
+    for block in range(out.shape[0]):
+        value = offset
+        for place in range(size):
+            value += np.uint64(token_ids[block * size + place]) * multipliers[place]
+        value = (value ^ (value >> _SHIFT_30)) * _MULTIPLIER_1
+        value = (value ^ (value >> _SHIFT_27)) * _MULTIPLIER_2
+        chain = chain * base + (value ^ (value >> _SHIFT_31))
+        value = (chain ^ (chain >> _SHIFT_30)) * _MULTIPLIER_1
+        value = (value ^ (value >> _SHIFT_27)) * _MULTIPLIER_2
+        out[block] = value ^ (value >> _SHIFT_31)
+    return out
+
+
+CHAIN = Kernel(_chain_numpy, _chain_loop, "u8[::1](i4[::1],u8[::1],u8,u8,u8)")
 
 
 @functools.cache
-def _power_table(base: int) -> np.ndarray:
+def _power_tables(base: int) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of an odd base and of its inverse."""
+    return _powers(base), _powers(pow(base, -1, 1 << 64))
+
+
+def _powers(base: int) -> np.ndarray:
     """base**0 .. base**(_MAX_BLOCKS - 1) modulo 2**64, uint64."""
     table = np.ones(_MAX_BLOCKS, np.uint64)
     filled, step = 1, base

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.core.padding import BucketGroup, PrefillCharge, bucket_table, charge
+from serving.core.padding import BucketGroup, BucketTable, PrefillCharge, bucket_table, charge
 from serving.core.request import SloClass
 from serving.core.worker import Padding, WorkerInfo
 
@@ -151,6 +151,7 @@ class WorkerCosts:
         kv_bytes_per_token: float64 [W].
         bucket_groups: triples of rows int64 [G], what n tokens run as (`BucketTable`), and
             whether a step is padded as a whole.
+        tables: what n tokens run as on each worker.
         pool_rows: rows int64 of each (model, pool).
         compiled: bool [W], has compiled buckets: a TPU cell, whose step times are tight.
         max_num_seqs, max_context_tokens, block_size_tokens, num_kv_blocks, page_size_tokens,
@@ -159,6 +160,7 @@ class WorkerCosts:
         shortest_context: least of `max_context_tokens`.
         block_size: the block size all share, or `block_size_tokens` when they differ.
         versions: distinct `CellCost.version`s.
+        columns: float64 [10, W], the float columns together, rows named below.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -177,6 +179,7 @@ class WorkerCosts:
     kv_bytes_per_token: np.ndarray
     class_rate_usd_per_s: Mapping[SloClass, np.ndarray]
     bucket_groups: tuple[BucketGroup, ...]
+    tables: tuple[BucketTable, ...]
     pool_rows: tuple[np.ndarray, ...]
     compiled: np.ndarray
     max_num_seqs: np.ndarray
@@ -189,6 +192,7 @@ class WorkerCosts:
     shortest_context: int
     block_size: int | np.ndarray
     versions: tuple[str, ...]
+    columns: np.ndarray
 
     def take(self, rows: np.ndarray) -> WorkerCosts:
         """The rows int64 [R], in that order."""
@@ -256,6 +260,10 @@ class WorkerCosts:
             padded[rows], chunks[rows] = table.padded(tokens[rows])
         return padded, chunks
 
+    def padded_on(self, row: int, tokens: int) -> tuple[int, int]:
+        """`padded` of one worker: tokens including padding, and chunks."""
+        return self.tables[row].padded_one(tokens)
+
 
 class CostBook:
     """Cell costs by (model variant, hardware), or by these and the chips of a worker."""
@@ -302,6 +310,8 @@ _COLUMNS = (
     "kv_bytes_per_token",
     "any_tp",
 )
+_, _, _, STEP_BASE_S, EXPERT_S, REQUEST_S, ATTENTION_S, TOTAL_EXPERTS, MISS = range(9)
+"""Rows of `WorkerCosts.columns`."""
 
 
 def _cell_columns(worker: WorkerInfo, cell: CellCost) -> dict[str, float]:
@@ -339,7 +349,9 @@ def _rows(
     def limit(name: str) -> np.ndarray:
         return np.array([getattr(w.capabilities, name) for w in workers], np.int64)
 
-    floats = {name: column for name, column in columns.items() if name != "any_tp"}
+    names = _COLUMNS[:-1]
+    matrix = np.array([columns[name] for name in names], np.float64)
+    floats = dict(zip(names, matrix, strict=True))
     contexts, block_sizes = limit("max_context_tokens"), limit("block_size_tokens")
     shared = len(set(block_sizes.tolist())) == 1
     return WorkerCosts(
@@ -351,6 +363,7 @@ def _rows(
             (np.array(rows, np.int64), bucket_table(buckets), is_step)
             for (buckets, is_step), rows in groups.items()
         ),
+        tables=tuple(bucket_table(w.capabilities.buckets_tokens) for w in workers),
         class_rate_usd_per_s=dict(rates),
         pool_rows=tuple(np.array(rows, np.int64) for rows in pools.values()),
         compiled=np.array([bool(w.capabilities.buckets_tokens) for w in workers], bool),
@@ -364,6 +377,7 @@ def _rows(
         tensor_parallel=limit("tensor_parallel"),
         any_tp=columns["any_tp"] > 0,
         versions=versions,
+        columns=matrix,
         **floats,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serving.core.native import Kernel
 from serving.core.signature import Signature
 
 MIN_KEEP = 1e-3
@@ -113,15 +114,64 @@ class ExpertProfiles:
         if cluster is None:
             cluster = self.nearest(signature.vector)
         profile = self.mean_profile if self.profiles is None else self.profiles[cluster]
-        keep = signature.counts.reshape(-1).astype(np.float32)
         worth = signature.confidence
-        total = np.float32(worth * signature.num_tokens + self.shrink_tokens)
-        keep *= np.float32(-weight * worth) / total
-        keep += np.float32(1.0)
-        keep -= (np.float32(weight * self.shrink_tokens) / total) * profile
-        if weight < 1.0:
-            keep -= np.float32(1.0 - weight) * self.mean_profile
-        return np.maximum(keep, np.float32(MIN_KEEP), out=keep)
+        total = worth * signature.num_tokens + self.shrink_tokens
+        return KEEP.run(
+            signature.counts.reshape(-1),
+            profile,
+            self.mean_profile,
+            weight * worth / total,
+            weight * self.shrink_tokens / total,
+            1.0 - weight,
+        )
+
+
+def _keep_numpy(
+    counts: np.ndarray,
+    profile: np.ndarray,
+    mean_profile: np.ndarray,
+    per_count: float,
+    of_profile: float,
+    of_mean: float,
+) -> np.ndarray:
+    """1 - (per_count * counts + of_profile * profile + of_mean * mean_profile), >= MIN_KEEP.
+
+    Args:
+        counts: uint32 [M].
+        profile: float32 [M].
+        mean_profile: float32 [M].
+        per_count: weight of a count.
+        of_profile: weight of `profile`.
+        of_mean: weight of `mean_profile`.
+
+    Returns:
+        float32 [M].
+    """
+    keep = counts.astype(np.float32)
+    keep *= np.float32(-per_count)
+    keep += np.float32(1.0)
+    keep -= np.float32(of_profile) * profile
+    if of_mean > 0.0:
+        keep -= np.float32(of_mean) * mean_profile
+    return np.maximum(keep, np.float32(MIN_KEEP), out=keep)
+
+
+def _keep_loop(counts, profile, mean_profile, per_count, of_profile, of_mean):
+    """`_keep_numpy`, one expert after another."""
+    keep = np.empty(counts.shape[0], np.float32)
+    a, b, c = np.float32(-per_count), np.float32(of_profile), np.float32(of_mean)
+    one, least = np.float32(1.0), np.float32(MIN_KEEP)
+    if of_mean > 0.0:
+        for i in range(keep.shape[0]):
+            value = np.float32(counts[i]) * a + one - b * profile[i] - c * mean_profile[i]
+            keep[i] = max(value, least)
+    else:
+        for i in range(keep.shape[0]):
+            keep[i] = max(np.float32(counts[i]) * a + one - b * profile[i], least)
+    return keep
+
+
+KEEP = Kernel(_keep_numpy, _keep_loop, "f4[::1](u4[::1],f4[::1],f4[::1],f8,f8,f8)")
 
 
 def uniform_profiles(

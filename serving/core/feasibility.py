@@ -17,6 +17,7 @@ import numpy as np
 
 from serving.core.costs import WorkerCosts
 from serving.core.errors import InvalidRequest, Rejected, RejectReason
+from serving.core.native import Kernel
 from serving.core.request import Request, SloTarget
 from serving.core.routing_table import TableCell
 from serving.core.worker import FleetView, Phase, WorkerInfo, WorkerState
@@ -53,6 +54,8 @@ class CellRows:
         ready: bool [W], READY.
         usable: bool [W], all of them and a known cost.
         kv_reserve: float64 [W], KV blocks kept free on a busy worker.
+        no_transfer_s: float64 [W] of 0, where nothing moves; read-only.
+        no_cached_tokens: int32 [W] of 0, where nothing is cached; read-only.
     """
 
     model: np.ndarray
@@ -60,6 +63,8 @@ class CellRows:
     ready: np.ndarray
     usable: np.ndarray
     kv_reserve: np.ndarray
+    no_transfer_s: np.ndarray
+    no_cached_tokens: np.ndarray
 
 
 def cell_rows(cells: tuple[TableCell, ...], costs: WorkerCosts, rules: FitRules) -> CellRows:
@@ -78,7 +83,15 @@ def cell_rows(cells: tuple[TableCell, ...], costs: WorkerCosts, rules: FitRules)
         ready=ready,
         usable=model & pool & ready & costs.known,
         kv_reserve=rules.kv_headroom * costs.num_kv_blocks,
+        no_transfer_s=_zeros(len(workers), np.float64),
+        no_cached_tokens=_zeros(len(workers), np.int32),
     )
+
+
+def _zeros(num: int, dtype: type[np.generic]) -> np.ndarray:
+    zeros = np.zeros(num, dtype)
+    zeros.setflags(write=False)
+    return zeros
 
 
 class FitQuestion(NamedTuple):
@@ -188,16 +201,23 @@ def hand_over_ok(source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
 
 def feasibility(asked: FitQuestion) -> Feasibility:
     """Applies every rule to every worker of a view."""
-    costs, view = asked.costs, asked.view
-    blocks = asked.kv_blocks()
-    mask = asked.cell.usable & view.accepts
-    mask &= _kv_ok(asked, blocks)
+    costs, view, cell = asked.costs, asked.view, asked.cell
+    blocks, decodes = asked.kv_blocks(), asked.phase is Phase.DECODE
+    takes_kv = asked.hand_over_ok if decodes else None
+    one_size = isinstance(blocks, int)
+    mask = FITS.run(
+        cell.usable,
+        view.accepts,
+        cell.usable if takes_kv is None else takes_kv,
+        view.kv_blocks_free if one_size else view.kv_blocks_free - blocks,
+        cell.kv_reserve,
+        view.num_inflight,
+        costs.max_num_seqs,
+        blocks if one_size else 0,
+        decodes,
+    )
     if asked.request.num_prompt_tokens + asked.request.max_tokens > costs.shortest_context:
         mask &= _context_ok(asked)
-    if asked.phase is Phase.DECODE:
-        mask &= view.num_inflight < costs.max_num_seqs
-        if asked.hand_over_ok is not None:
-            mask &= asked.hand_over_ok
     if asked.exclude:
         mask &= _not_excluded(asked)
     transfer_ok = None
@@ -208,6 +228,66 @@ def feasibility(asked: FitQuestion) -> Feasibility:
         if np.count_nonzero(near_mask):
             mask, transfer_ok = near_mask, near
     return Feasibility(mask=mask, kv_blocks=blocks, question=asked, transfer_ok=transfer_ok)
+
+
+def _fits_numpy(
+    usable: np.ndarray,
+    accepts: np.ndarray,
+    takes_kv: np.ndarray,
+    kv_free: np.ndarray,
+    kv_reserve: np.ndarray,
+    num: np.ndarray,
+    max_num_seqs: np.ndarray,
+    blocks: int,
+    decodes: bool,
+) -> np.ndarray:
+    """The rules that every choice looks at, for one number of blocks.
+
+    Args:
+        usable: bool [W].
+        accepts: bool [W].
+        takes_kv: bool [W].
+        kv_free: float64 [W], KV blocks.
+        kv_reserve: float64 [W], those kept free on busy workers.
+        num: float64 [W], requests.
+        max_num_seqs: int64 [W], slots.
+        blocks: KV blocks the request would hold.
+        decodes: whether it takes a slot.
+
+    Returns:
+        bool [W].
+    """
+    mask = usable & accepts
+    mask &= takes_kv
+    left = kv_free - blocks
+    fits = left >= kv_reserve
+    if np.count_nonzero(fits) < len(fits):
+        # The reserve is for requests that outgrow their estimate: an idle worker has none.
+        fits |= (num == 0) & (left >= 0)
+    mask &= fits
+    if decodes:
+        mask &= num < max_num_seqs
+    return mask
+
+
+def _fits_loop(
+    usable, accepts, takes_kv, kv_free, kv_reserve, num, max_num_seqs, blocks, decodes
+):  # fmt: skip
+    """`_fits_numpy`, one worker after another."""
+    mask = np.empty(usable.shape[0], np.bool_)
+    for w in range(mask.shape[0]):
+        left = kv_free[w] - blocks
+        fits = left >= kv_reserve[w] or (num[w] == 0.0 and left >= 0.0)
+        free = not decodes or num[w] < max_num_seqs[w]
+        mask[w] = usable[w] and accepts[w] and takes_kv[w] and fits and free
+    return mask
+
+
+FITS = Kernel(
+    _fits_numpy,
+    _fits_loop,
+    "b1[::1](b1[::1],b1[::1],b1[::1],f8[::1],f8[::1],f8[::1],i8[::1],i8,b1)",
+)
 
 
 def raise_infeasible(found: Feasibility, cells: tuple[TableCell, ...]) -> None:

@@ -7,15 +7,14 @@ it by request_id and phase, so reserving twice is the same reservation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from serving.core.worker import Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(NamedTuple):
     """An open reservation.
 
     Attributes:
@@ -31,8 +30,7 @@ class Lease:
     expires_at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reservation:
+class Reservation(NamedTuple):
     """What a request is counted as on its worker while its lease is open.
 
     Attributes:

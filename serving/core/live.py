@@ -11,7 +11,7 @@ from dataclasses import replace
 from serving.core.errors import InvalidRequest
 from serving.core.experts import ExpertProfiles
 from serving.core.guard import SignatureGuard
-from serving.core.placement import Policy, Regions
+from serving.core.placement import Policy, Regions, looks_ahead
 from serving.core.router_config import SWITCHES
 from serving.core.routing_table import RoutingTable, static_table
 from serving.core.stage import Learned
@@ -132,7 +132,7 @@ class LiveControls:
     @property
     def looks_ahead(self) -> bool:
         """Whether the prefill rule prices decode too, and so wants a predicted signature."""
-        return bool(getattr(self._live.policy(Phase.PREFILL), "looks_ahead", False))
+        return looks_ahead(self._live.policy(Phase.PREFILL))
 
     def set_policy(self, phase: Phase, policy: Policy) -> None:
         """The rule of a phase."""

@@ -44,7 +44,6 @@ out of the noise in proportion to sqrt(n), and so grows the weight of the reques
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +53,20 @@ from serving.core.costs import WorkerCosts
 from serving.core.decision import TermKind
 from serving.core.placement import PlacementContext, TermMatrix
 from serving.core.prefill_prices import PrefillPrices
+from serving.core.step_kernel import (
+    ALONE,
+    DECODE,
+    EXPERTS,
+    EXPERTS_WITH,
+    MEAN,
+    OTHER_TOKENS,
+    OTHER_USD,
+    PRICED,
+    PRIOR,
+    SCORE,
+    SURVIVAL,
+    WITH,
+)
 from serving.core.worker import Phase
 
 
@@ -87,7 +100,6 @@ class ScoreOptions:
 
 
 PLAIN = ScoreOptions(region_prior=False, even_from_requests=None)
-_FEW_OF_EVEN, _MOST_EVEN = 0.25, 2.5
 
 
 class Prices(Protocol):
@@ -100,6 +112,10 @@ class Prices(Protocol):
     @property
     def score_usd(self) -> np.ndarray:
         """J plus what joins it in the score only, float64 [W]."""
+        ...
+
+    def keeps_target(self) -> bool:
+        """Whether no worker would break one: seen at a glance, and the usual case."""
         ...
 
     def breaks_target(self) -> np.ndarray:
@@ -156,31 +172,28 @@ class DecodePrices:
         self._costs = costs
         self._length = context.request.length.mean_tokens
         self._price = context.target.lambda_usd_per_s
-        self._saved_s: np.ndarray | None = None
+        self._known = _known(context, options)
+        self._out, self._more_even = out, _ = _decode(
+            context, costs, self._known, rows, options.even_from_requests
+        )
+        self.step_s, self.step_with_s = out[ALONE], out[WITH]
+        self.score_usd = out[SCORE]
         self._tail: tuple[np.ndarray, np.ndarray] | None = None
-        self._more_even = 0.0
-        self._step_times(context, costs, options.region_prior, rows)
-        self._added_s = self.step_with_s - self.step_s
-        self._other_tokens, self._other_usd = _others(context)
-        # J = (rate L + sum_j lambda_j min) (t1 - t0) + lambda (L t1 + transfer)
-        per_added = self._rate * self._length
-        per_added += self._other_usd
-        per_step = self._price * self._length
-        added_s, step_s = self._added_s, self.step_with_s
-        if self._saved_s is not None:
-            added_s, step_s = added_s + self._saved_s, step_s + self._saved_s
         if options.tail_power != 1.0:
             extra0, extra1 = self._tail = _tail_extra(
                 self.step_s, self.step_with_s, context, options
             )
-            added_s, step_s = added_s + (extra1 - extra0), step_s + extra1
-        score = per_added * added_s
-        score += step_s * per_step
-        score += context.transfer_s * self._price
-        if options.even_from_requests is not None:
-            self._more_even = _more_even(context, options.even_from_requests)
-            score += self.step_with_s * (self._more_even * per_step)
-        self.score_usd = score
+            per_added = self._rate * self._length + out[OTHER_USD]
+            self.score_usd = self.score_usd + per_added * (extra1 - extra0)
+            self.score_usd += extra1 * (self._price * self._length)
+
+    def keeps_target(self) -> bool:
+        """Whether `breaks_target` is False everywhere."""
+        limit_s = min(
+            float(self._context.view.tpot_limit_s.min(initial=np.inf)),
+            self._context.target.tpot_p99_s,
+        )
+        return float(self.step_with_s.max(initial=0.0)) <= limit_s
 
     def breaks_target(self) -> np.ndarray:
         """A step longer than the request's own TPOT, or the strictest it would join, bool [W]."""
@@ -198,7 +211,7 @@ class DecodePrices:
             float64 [W] compute and hand-over in dollars, and bool [W] who stays inside.
         """
         context, costs = self._context, self._costs
-        usd = self._rate * self._length * self._added_s
+        usd = self._rate * self._length * (self.step_with_s - self.step_s)
         usd += context.transfer_s * self._price
         limit = np.minimum(context.view.tpot_limit_s, context.target.tpot_p99_s)
         inside = self.step_with_s <= share * limit
@@ -207,21 +220,24 @@ class DecodePrices:
 
     def matrix(self) -> TermMatrix:
         """The terms, float64 [W, 4 to 8]."""
-        length, price, added_s = self._length, self._price, self._added_s
+        length, price, out = self._length, self._price, self._out
+        other_tokens, other_usd = out[OTHER_TOKENS], out[OTHER_USD]
+        added_s = self.step_with_s - self.step_s
         delay_s, compute_s = length * self.step_with_s, length * added_s
         names = ["transfer", "decode_delay", "decode_compute", "externality"]
-        seconds = [self._context.transfer_s, delay_s, compute_s, self._other_tokens * added_s]
+        seconds = [self._context.transfer_s, delay_s, compute_s, other_tokens * added_s]
         usd = [
             self._context.transfer_s * price,
             delay_s * price,
             compute_s * self._rate,
-            self._other_usd * added_s,
+            other_usd * added_s,
         ]
-        grows = length * self._rate + self._other_usd
-        if self._saved_s is not None:
+        grows = length * self._rate + other_usd
+        if self._known == PRIOR:
+            saved_s = out[PRICED] - self.step_with_s
             names.append("region_prior")
-            seconds.append(self._saved_s * (length + self._other_tokens))
-            usd.append(self._saved_s * (grows + length * price))
+            seconds.append(saved_s * (length + other_tokens))
+            usd.append(saved_s * (grows + length * price))
         if self._more_even:
             names.append("even_steps")
             seconds.append(self._more_even * delay_s)
@@ -229,11 +245,11 @@ class DecodePrices:
         if self._tail is not None:
             extra0, extra1 = self._tail
             names.append("tail_weight")
-            seconds.append(extra1 * length + (extra1 - extra0) * (length + self._other_tokens))
+            seconds.append(extra1 * length + (extra1 - extra0) * (length + other_tokens))
             usd.append(extra1 * (length * price) + (extra1 - extra0) * grows)
         kinds = [TermKind.COST] * 4 + [TermKind.SCORE] * (len(names) - 4)
-        if self._context.keep is not None and self._context.view.experts is not None:
-            fewer = self._mean_experts() - self._experts
+        if self._known != MEAN:
+            fewer = self._mean_experts() - out[EXPERTS : EXPERTS_WITH + 1]
             fewer *= self._costs.expert_s * self._context.view.speed_factor
             names.append("expert_locality")
             kinds.append(TermKind.INFO)
@@ -247,9 +263,9 @@ class DecodePrices:
             facts=(
                 ("step_s", self.step_s),
                 ("step_with_s", self.step_with_s),
-                ("experts", self._experts[0]),
-                ("experts_with", self._experts[1]),
-                ("others_tokens", self._other_tokens),
+                ("experts", out[EXPERTS]),
+                ("experts_with", out[EXPERTS_WITH]),
+                ("others_tokens", other_tokens),
             ),
         )
 
@@ -259,96 +275,81 @@ class DecodePrices:
         missed = costs.total_experts * costs.miss**num
         return np.stack((costs.total_experts - missed, costs.total_experts - missed * costs.miss))
 
-    def _step_times(
-        self,
-        context: PlacementContext,
-        costs: WorkerCosts,
-        prior: bool,
-        rows: np.ndarray | None,
-    ) -> None:
-        """t(S) and t(S + r) per worker.
 
-        Expected distinct experts: modelled requests by their survival product, the others by
-        the mean curve, A = total - scale * miss^others * (survival summed).
-        """
-        view, experts, keep = context.view, context.view.experts, context.keep
-        num = view.num_inflight
-        request = context.request
-        # Rows: without and with the request, so that each operation serves both.
-        steps = np.empty((2, len(num)))
-        if experts is None or keep is None:
-            missed = costs.total_experts * costs.miss**num
-            np.subtract(costs.total_experts, missed, out=steps[0])
-            np.subtract(costs.total_experts, missed * costs.miss, out=steps[1])
-        else:
-            left = np.empty((4 if prior and experts.survival_prior is not None else 2, len(num)))
-            left[0] = experts.survival_sum
-            left[1] = _dot(experts.survival, keep, rows)
-            if len(left) == 4:
-                left[2] = experts.survival_prior_sum
-                left[3] = _dot(experts.survival_prior, keep, rows)
-            left *= experts.layer_scale
-            others = num - experts.num_modelled
-            if np.count_nonzero(others):
-                left *= costs.miss ** np.maximum(others, 0.0)
-            np.subtract(experts.total_experts, left[:2], out=steps)
-            if len(left) == 4:
-                # Experts r adds beside the region's pseudo-members, less those it adds alone.
-                saved = left[2] - left[3] - left[0] + left[1]
-                saved *= costs.expert_s
-                saved *= view.speed_factor
-                self._saved_s = saved
-        self._experts = steps.copy()
-        steps *= costs.expert_s
-        fixed = costs.request_s * num
-        fixed += costs.step_base_s
-        fixed += costs.attention_s * view.kv_tokens
-        steps += fixed
-        own_kv = request.num_prompt_tokens + 0.5 * request.length.mean_tokens
-        steps[1] += costs.attention_s * own_kv + costs.request_s
-        steps *= view.speed_factor
-        # t(empty) = 0: waking an idle worker costs its whole step.
-        steps[0] *= num > 0
-        self.step_s, self.step_with_s = steps
+_NO_PRODUCTS = np.zeros(0, np.float32)
+_NO_MEMBERS = (np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 
 
-def _dot(matrix: np.ndarray | None, vector: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+def _known(context: PlacementContext, options: ScoreOptions) -> int:
+    """What a context knows of experts, as `DECODE` asks it."""
+    experts = context.view.experts
+    if experts is None or context.keep is None:
+        return MEAN
+    return PRIOR if options.region_prior and experts.survival_prior is not None else SURVIVAL
+
+
+def _decode(
+    context: PlacementContext,
+    costs: WorkerCosts,
+    known: int,
+    rows: np.ndarray | None,
+    even_from: float | None,
+) -> tuple[np.ndarray, float]:
+    """Everything `DECODE` works out, float64 [8, W], and by how much more own delay counts."""
+    view, request, experts = context.view, context.request, context.view.experts
+    num = view.num_inflight
+    left = prior = modelled = num
+    left_with = prior_with = _NO_PRODUCTS
+    scale = total = costs.total_experts
+    if known != MEAN and experts is not None:
+        left, modelled = experts.survival_sum, experts.num_modelled
+        scale, total = experts.layer_scale, experts.total_experts
+        left_with = _dot(experts.survival, context.keep, rows)
+        if known == PRIOR and experts.survival_prior_sum is not None:
+            prior = experts.survival_prior_sum
+            prior_with = _dot(experts.survival_prior, context.keep, rows)
+    members = view.members
+    if members is None:
+        member_rows, num_members = _NO_MEMBERS, np.zeros(len(num))
+    else:
+        member_rows, num_members = members[:3], members.num_of_worker
+    length = request.length.mean_tokens
+    return DECODE.run(
+        num,
+        view.kv_tokens,
+        view.speed_factor,
+        costs.columns,
+        costs.rate_for(request.slo),
+        left,
+        left_with,
+        prior,
+        prior_with,
+        scale,
+        total,
+        modelled,
+        *member_rows,
+        num_members,
+        context.transfer_s,
+        context.feasible,
+        known,
+        request.num_prompt_tokens + 0.5 * length,
+        length,
+        context.target.lambda_usd_per_s,
+        0.0 if even_from is None else even_from,
+    )
+
+
+def _dot(
+    matrix: np.ndarray | None, vector: np.ndarray | None, rows: np.ndarray | None
+) -> np.ndarray:
     """Product of `matrix` and `vector`, float32 [W]; with `rows` only those, 0 elsewhere."""
     assert matrix is not None
+    assert vector is not None
     if rows is None:
         return matrix @ vector
     products = np.zeros(len(matrix), np.float32)
     products[rows] = matrix.take(rows, axis=0) @ vector
     return products
-
-
-def _more_even(context: PlacementContext, even_from: float) -> float:
-    """By how much more the request's own delay counts; see the module."""
-    feasible = context.feasible
-    mean = float(context.view.num_inflight @ feasible) / max(1, np.count_nonzero(feasible))
-    if mean < _FEW_OF_EVEN * even_from:
-        return 0.0
-    return min(_MOST_EVEN, math.sqrt(mean / even_from)) - 1.0
-
-
-def _others(context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:
-    """sum_j min(L, rem_j) in tokens, and the same weighted by lambda_j, float64 [W] each."""
-    view, length = context.view, context.request.length.mean_tokens
-    num_rows = len(view.workers)
-    members = view.members
-    if members is None or len(members.worker_row) == 0:
-        tokens, usd, unknown = np.zeros(num_rows), np.zeros(num_rows), view.num_inflight
-    else:
-        shared = np.minimum(members.remaining_tokens, length)
-        tokens = np.bincount(members.worker_row, shared, num_rows)
-        shared *= members.lambda_usd_per_s
-        usd = np.bincount(members.worker_row, shared, num_rows)
-        unknown = view.num_inflight - members.num_of_worker
-    if np.count_nonzero(unknown):
-        half = np.maximum(unknown, 0.0) * (0.5 * length)
-        tokens += half
-        usd += half * context.target.lambda_usd_per_s
-    return tokens, usd
 
 
 def _tail_extra(

@@ -40,6 +40,13 @@ class BucketTable:
         except IndexError:
             return self._compute(tokens)
 
+    def padded_one(self, tokens: int) -> tuple[int, int]:
+        """The same of one number."""
+        if tokens < _MAX_TABLED_TOKENS:
+            return self._padded.item(tokens), self._chunks.item(tokens)
+        padded, chunks = self._compute(np.array([tokens]))
+        return int(padded[0]), int(chunks[0])
+
     def _compute(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not self.buckets:
             return tokens.copy(), (tokens > 0).astype(np.int64)

@@ -34,7 +34,8 @@ class Placed:
         sequence: the decision's number; its draws are keyed by it.
         policy: name of the rule.
         table_version: routing table consulted.
-        passed_over: worker that holds more of the prompt than the chosen one, "" for none.
+        passed_over: worker that holds more of the prompt than the chosen one, "" for none;
+            told once the stage is recorded.
         passed_over_tokens: what it holds.
         usd_per_request: its estimate for the cell, None when it made none.
         table_source: what that estimate rests on.

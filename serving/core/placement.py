@@ -7,10 +7,9 @@ as a row; scores stay arrays. `CostTerm` objects (serving/core/decision.py) are 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,8 +64,7 @@ class DecodeAhead(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacementContext:
+class PlacementContext(NamedTuple):
     """Everything a policy may look at for one choice.
 
     Attributes:
@@ -133,8 +131,7 @@ class PlacementContext:
 
     def take(self, rows: np.ndarray) -> PlacementContext:
         """The same choice over the rows int64 [R] only, in that order."""
-        return dataclasses.replace(
-            self,
+        return self._replace(
             view=self.view.take(rows),
             feasible=self.feasible.take(rows),
             cached_tokens=self.cached_tokens.take(rows),
@@ -195,8 +192,7 @@ class TermSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ranking:
+class Ranking(NamedTuple):
     """A policy's answer.
 
     Attributes:
@@ -210,6 +206,7 @@ class Ranking:
             they hold for all.
         excluded: reason -> bool [W], feasible rows the policy set aside (their score is
             +inf): not sampled, breaks the class's targets ...
+        aside: the reason of the other feasible rows without a score; "" when there are none.
     """
 
     chosen: int
@@ -220,6 +217,7 @@ class Ranking:
     terms: TermSource | None = None
     term_rows: np.ndarray | None = None
     excluded: tuple[tuple[str, np.ndarray], ...] = ()
+    aside: str = ""
 
     def delta(self) -> float:
         """Runner-up's score minus the winner's, in `unit`; 0.0 without a runner-up."""
@@ -244,3 +242,8 @@ class Policy(Protocol):
             ValueError: a NaN entered a score (never silently the winner).
         """
         ...
+
+
+def looks_ahead(policy: Policy) -> bool:
+    """Whether a rule prices decode with prefill, and so wants `PlacementContext.ahead`."""
+    return bool(getattr(policy, "looks_ahead", False))

@@ -9,6 +9,7 @@ from serving.core.placed import Placed
 from serving.core.recording import Evidence
 from serving.core.routing_table import TableCell
 from serving.core.stage import StageChoice, StageInput
+from serving.core.worker import Phase
 
 
 def placed_of(
@@ -37,7 +38,6 @@ def placed_of(
         evidence: the arrays behind the choice.
     """
     ranking, workers = choice.ranking, given.view.workers
-    holder, held_tokens = _passed_over(choice)
     return Placed(
         request_id=given.request.request_id,
         phase=given.phase,
@@ -58,17 +58,15 @@ def placed_of(
         switches=switches,
         signature=given.signature,
         evidence=evidence,
-        passed_over=holder,
-        passed_over_tokens=held_tokens,
         usd_per_request=cell.usd_per_request,
         table_source=cell.source,
     )
 
 
-def _passed_over(choice: StageChoice) -> tuple[str, int]:
+def passed_over(evidence: Evidence) -> tuple[str, int]:
     """A feasible worker that holds more of the prompt than the chosen one, and how much."""
-    context, chosen = choice.context, choice.ranking.chosen
-    if not np.count_nonzero(context.cached_tokens):
+    context, chosen = evidence.context, evidence.ranking.chosen
+    if context.phase is not Phase.PREFILL or not np.count_nonzero(context.cached_tokens):
         return "", 0
     held = context.cached_tokens * context.feasible
     best = int(held.argmax())

@@ -46,10 +46,17 @@ class PrefillPrices:
         self._run_s = run_s
         self.score_usd = score
 
+    def keeps_target(self) -> bool:
+        """Whether `breaks_target` is False everywhere."""
+        return float(self.ttft_s.max(initial=0.0)) <= self._ttft_left_s()
+
     def breaks_target(self) -> np.ndarray:
         """First token later than the class's TTFT after arrival, bool [W]."""
+        return self.ttft_s > self._ttft_left_s()
+
+    def _ttft_left_s(self) -> float:
         waited_s = self._context.view.taken_at_s - self._context.request.arrival_s
-        return self.ttft_s > self._context.target.ttft_p99_s - max(0.0, waited_s)
+        return self._context.target.ttft_p99_s - max(0.0, waited_s)
 
     def packed(self, limit_s: float) -> tuple[np.ndarray, np.ndarray]:
         """J with delay free inside an allowance: what packing compares.

@@ -6,6 +6,7 @@ from collections import deque
 
 from serving.core.decision import LogLine
 from serving.core.placed import Placed, PlacementObserver
+from serving.core.placing import passed_over
 from serving.core.ports import DecisionSink
 from serving.core.recording import decision_line
 from serving.core.ring import LineRing
@@ -48,6 +49,7 @@ class Recorder:
         evidence = placed.evidence
         if evidence is None:
             return
+        placed.passed_over, placed.passed_over_tokens = passed_over(evidence)
         if _on_sample(placed.sequence, self._config.record_share):
             self.write(decision_line(placed, evidence, self._config.router_id))
         placed.evidence = None

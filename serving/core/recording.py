@@ -6,7 +6,6 @@ survival rows of the workers to be recorded - was copied when the choice was mad
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -205,20 +204,22 @@ def _terms(evidence: Evidence, priced: np.ndarray) -> tuple[TermMatrix | None, d
     if context.costs is None:
         return None, {}
     rows = [row for row in rows if context.costs.known[row]]
-    few = dataclasses.replace(context, view=dataclasses.replace(context.view, experts=None))
+    few = context._replace(view=context.view._replace(experts=None))
     few = few.take(np.array(rows, np.int64))
     if evidence.priced is not None:
         known = context.costs.known[priced].nonzero()[0]
-        view = dataclasses.replace(few.view, experts=evidence.priced[1].take(known))
-        few = dataclasses.replace(few, view=view)
+        view = few.view._replace(experts=evidence.priced[1].take(known))
+        few = few._replace(view=view)
     return objective.price(few).matrix(), {row: place for place, row in enumerate(rows)}
 
 
 def _why_not(evidence: Evidence, rows: list[int]) -> list[str]:
     """Per row the rule it broke, or why the policy set it aside; "" for a candidate."""
-    excluded = evidence.ranking.excluded
+    excluded, score = evidence.ranking.excluded, evidence.ranking.score
     return [
-        broken or next((name for name, out in excluded if out[row]), "")
+        broken
+        or next((name for name, out in excluded if out[row]), "")
+        or (evidence.ranking.aside if score[row] == np.inf else "")
         for row, broken in zip(rows, evidence.found.why_not(rows), strict=True)
     ]
 

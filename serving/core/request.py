@@ -76,6 +76,7 @@ class Request:
         cache_salt: separates prefix caches of tenants that must not share ("" shares).
         allow_restart: after a worker is lost mid-decode, the client accepts a re-run from
             the tokens so far.
+        num_prompt_tokens: prompt length in tokens.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class Request:
     length: LengthBand = field(default_factory=lambda: LengthBand(mean_tokens=1, p95_tokens=1))
     cache_salt: str = ""
     allow_restart: bool = True
+    num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -104,8 +106,4 @@ class Request:
             raise InvalidRequest("token_ids", [], "the prompt must hold at least one token")
         if self.max_tokens < 1:
             raise InvalidRequest("max_tokens", self.max_tokens, "must be >= 1")
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt length in tokens."""
-        return int(self.token_ids.size)
+        object.__setattr__(self, "num_prompt_tokens", int(ids.size))

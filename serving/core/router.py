@@ -365,7 +365,9 @@ class Router(LiveControls):
         """Reserves the chosen worker and keeps what the record will need."""
         request, phase, ranking = given.request, given.phase, choice.ranking
         worker = given.view.workers[ranking.chosen]
-        cell = next(c for c in given.cells if c.key == (worker.model, worker.pool))
+        cell = given.cells[0]
+        if len(given.cells) > 1:
+            cell = next(c for c in given.cells if c.key == (worker.model, worker.pool))
         evidence = gather(
             choice.context,
             ranking,
@@ -394,7 +396,8 @@ class Router(LiveControls):
         known.cell = cell
         known.placed[phase] = placed
         known.unrecorded.append(placed)
-        known.expires_at_s = max(known.expires_at_s, lease.expires_at_s)
+        if lease.expires_at_s > known.expires_at_s:
+            known.expires_at_s = lease.expires_at_s
         self._recorder.add(placed)
         return placed
 

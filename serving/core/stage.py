@@ -29,7 +29,7 @@ from serving.core.feasibility import (
 from serving.core.guard import SignatureGuard
 from serving.core.lease import Reservation
 from serving.core.objective import DecodePrices
-from serving.core.placement import PlacementContext, Policy, Ranking, Regions
+from serving.core.placement import PlacementContext, Policy, Ranking, Regions, looks_ahead
 from serving.core.ports import PrefixIndex
 from serving.core.request import Request
 from serving.core.router_config import RouterConfig
@@ -39,6 +39,7 @@ from serving.core.transfer import LinkSpeeds, TransferTimes
 from serving.core.worker import Capabilities, FleetView, Phase, WorkerInfo
 
 NO_HASHES = np.empty(0, np.uint64)
+_NO_PROMPT: dict[int, np.ndarray] = {}
 CellKeys = tuple[tuple[str, str], ...]
 
 
@@ -112,7 +113,8 @@ class StageChooser:
         self._decode_rows: DecodeRows | None = None
         self._hashers: dict[int, BlockHasher] = {}
         self._takers_of: WorkerCosts | None = None
-        self._takers: dict[Capabilities, np.ndarray] = {}
+        self._takers: dict[str, tuple[WorkerInfo, np.ndarray]] = {}
+        self._takers_like: dict[Capabilities, np.ndarray] = {}
         self._rows: dict[Phase, tuple[WorkerCosts, dict[CellKeys, CellRows]]] = {}
 
     def set_links(self, links: LinkSpeeds) -> None:
@@ -132,10 +134,11 @@ class StageChooser:
         costs, cell = self._static(view, phase, given.cells)
         target = self._config.targets[request.slo]
         moves = phase is Phase.DECODE and given.source is not None
-        transfer_s, links = np.zeros(len(view.workers)), None
+        transfer_s, links, takers = cell.no_transfer_s, None, None
         if moves and given.source is not None:
             transfer_s = self._transfer_s(request, given.source, view, costs)
             links = self._transfer.kinds(given.source, view.workers)
+            takers = self._hand_over(given.source, costs)
         found = feasibility(
             FitQuestion(
                 request=request,
@@ -146,15 +149,15 @@ class StageChooser:
                 rules=self._config.fit,
                 target=target,
                 transfer_s=transfer_s if moves else None,
-                hand_over_ok=self._hand_over(given.source, costs)
-                if moves and given.source is not None
-                else None,
+                hand_over_ok=takers,
                 exclude=given.exclude,
             )
         )
         if not np.count_nonzero(found.mask):
             raise_infeasible(found, given.cells)
-        hashes, cached = self._cached(given, found, costs, learned.prefix_index)
+        hashes, cached = _NO_PROMPT, cell.no_cached_tokens
+        if phase is Phase.PREFILL and learned.prefix_index is not None:
+            hashes, cached = self._cached(given, found, costs, learned.prefix_index)
         keep, cluster = None, -1
         if phase is Phase.DECODE:
             keep, cluster = _keep(given.signature, view, learned)
@@ -176,10 +179,12 @@ class StageChooser:
             keep=keep,
             cluster=cluster,
             links=links,
-            ahead=self._ahead(given, learned),
+            ahead=self._ahead(given, learned) if looks_ahead(policy) else None,
         )
         ranking = policy.rank(context, rng)
-        own = hashes.get(int(costs.block_size_tokens[ranking.chosen]), NO_HASHES)
+        own = NO_HASHES
+        if hashes:
+            own = hashes.get(int(costs.block_size_tokens[ranking.chosen]), NO_HASHES)
         return StageChoice(context=context, ranking=ranking, found=found, block_hashes=own)
 
     def _static(
@@ -187,7 +192,7 @@ class StageChooser:
     ) -> tuple[WorkerCosts, CellRows]:
         """Rows that hold while the fleet does not change."""
         # A pushed table brings new estimates, not new places.
-        keys = tuple(cell.key for cell in cells)
+        keys = (cells[0].key,) if len(cells) == 1 else tuple(cell.key for cell in cells)
         cached = self._rows.get(phase)
         if cached is None or cached[0].workers is not view.workers:
             cached = self._rows[phase] = self._costs.rows(view.workers), {}
@@ -252,15 +257,19 @@ class StageChooser:
     def _hand_over(self, source: WorkerInfo, costs: WorkerCosts) -> np.ndarray:
         """Who can take the source's KV; worked out once per kind of source and fleet."""
         if self._takers_of is not costs:
-            self._takers_of, self._takers = costs, {}
-        takers = self._takers.get(source.capabilities)
+            self._takers_of, self._takers, self._takers_like = costs, {}, {}
+        known = self._takers.get(source.worker_id)
+        if known is not None and known[0] is source:
+            return known[1]
+        takers = self._takers_like.get(source.capabilities)
         if takers is None:
-            takers = self._takers[source.capabilities] = hand_over_ok(source, costs)
+            takers = self._takers_like[source.capabilities] = hand_over_ok(source, costs)
         row = costs.row_of.get(source.worker_id, -1)
         if row >= 0 and not takers[row]:
             # A worker keeps its own KV whatever its pages.
             takers = takers.copy()
             takers[row] = True
+        self._takers[source.worker_id] = source, takers
         return takers
 
     def _transfer_s(
@@ -285,17 +294,14 @@ class StageChooser:
         given: StageInput,
         found: Feasibility,
         costs: WorkerCosts,
-        index: PrefixIndex | None,
+        index: PrefixIndex,
     ) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Hashes by block size, and prompt tokens each worker holds (int32 [W])."""
-        num = len(given.view.workers)
-        if given.phase is not Phase.PREFILL or index is None:
-            return {}, np.zeros(num, np.int32)
         workers, request, sizes = given.view.workers, given.request, costs.block_size
         if isinstance(sizes, int):
             hashes = self._hashes(request, sizes)
             return {sizes: hashes}, index.cached_blocks(hashes, workers) * np.int32(sizes)
-        cached, by_size = np.zeros(num, np.int32), {}
+        cached, by_size = np.zeros(len(workers), np.int32), {}
         for size in np.unique(sizes[found.mask]).tolist():
             hashes = by_size[size] = self._hashes(request, size)
             cached += index.cached_blocks(hashes, workers) * (sizes == size) * np.int32(size)

@@ -8,8 +8,8 @@ array arithmetic. A view is taken once per decision and never written afterwards
 from __future__ import annotations
 
 import enum
-import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -162,8 +162,7 @@ class WorkerInfo:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Members:
+class Members(NamedTuple):
     """The decode requests reserved on the workers of a view, one row per request.
 
     Attributes:
@@ -179,8 +178,7 @@ class Members:
     num_of_worker: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpertRows:
+class ExpertRows(NamedTuple):
     """What the workers of a decode view are expected to touch; the expert term's state.
 
     These arrays are the fleet's own and change with the next reservation: read them while
@@ -220,8 +218,7 @@ class ExpertRows:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FleetView:
+class FleetView(NamedTuple):
     """The candidate workers of one phase at one instant; row i of every array is workers[i].
 
     Columns are float64, counts included: whole numbers are exact, and arithmetic on them needs
@@ -271,11 +268,17 @@ class FleetView:
     members: Members | None = None
     experts: ExpertRows | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> FleetView:
+        """Itself, when every column has one number per worker; for who builds views by hand.
+
+        Raises:
+            ValueError: naming the column that has not.
+        """
         shape = (len(self.workers),)
-        for name, column in zip(_COLUMNS, _columns(self), strict=True):
-            if column.shape != shape:
-                raise ValueError(f"{name} has shape {column.shape}, must be {shape}")
+        for name in _COLUMNS:
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"{name} has shape {getattr(self, name).shape}, must be {shape}")
+        return self
 
     @property
     def remaining_decode_tokens(self) -> np.ndarray:
@@ -333,4 +336,3 @@ _COLUMNS = (
     "speed_factor",
     "tpot_limit_s",
 )
-_columns = operator.attrgetter(*_COLUMNS)

@@ -13,6 +13,7 @@ from serving.core.lease import Lease, Reservation
 from serving.core.worker import FleetView, Members, Phase, WorkerInfo, WorkerState
 from serving.fleet.ledger import Ledger
 from serving.fleet.registry import FleetRegistry, LoadReport
+from serving.fleet.snapshot import SNAPSHOT
 from serving.fleet.survival import SurvivalRows
 
 
@@ -130,45 +131,29 @@ class Fleet:
     def view(self, phase: Phase, now_s: float) -> FleetView:
         """Frozen snapshot of the workers that serve `phase` (a few array copies)."""
         index = self.registry.phase_index(phase)
-        sums = index.columns(self.ledger.sums)
-        reported = index.columns(self.registry.reported)
-        age_s = now_s - reported[FleetRegistry.REPORTED_AT]
-        inflight = sums[Ledger.INFLIGHT] + reported[FleetRegistry.OTHERS]
-        kv_free = reported[FleetRegistry.KV_TOTAL] - sums[Ledger.KV_BLOCKS]
-        kv_free -= reported[FleetRegistry.OTHERS_KV]
-        if self.num_replicas > 1:
-            inflight += (self.num_replicas - 1) * sums[Ledger.UNACKED]
-            kv_free -= (self.num_replicas - 1) * sums[Ledger.UNACKED_KV]
-        np.maximum(kv_free, 0.0, out=kv_free)
-        accepts = age_s <= self.stale_after_s
-        accepts &= index.ready
+        accepts, columns = SNAPSHOT.run(
+            self.ledger.sums,
+            self.registry.reported,
+            index.slots,
+            index.ready,
+            now_s,
+            self.stale_after_s,
+            self.num_replicas - 1.0,
+        )
         members = experts = None
         if phase is Phase.DECODE:
-            member_slot, remaining, price = self.ledger.member_rows(now_s)
-            members = Members(
-                worker_row=index.row_of_slot.take(member_slot),
-                remaining_tokens=remaining,
-                lambda_usd_per_s=price,
-                num_of_worker=sums[Ledger.DECODING],
-            )
+            members = Members(*self.ledger.member_rows(now_s, index.row_of_slot), columns[-1])
             if self.survival is not None:
                 self._arrange(self.survival)
-                experts = self.survival.rows(inflight if self.num_replicas > 1 else None)
+                experts = self.survival.rows(columns[3] if self.num_replicas > 1 else None)
+        # In the order of the view's fields, which the snapshot's columns are in too.
+        age_s, *others = columns[:-1]
         return FleetView(
-            workers=index.workers,
-            taken_at_s=now_s,
-            age_s=age_s,
-            accepts=accepts,
-            num_running=reported[FleetRegistry.RUNNING],
-            num_waiting=reported[FleetRegistry.WAITING],
-            num_inflight=inflight,
-            queued_prefill_tokens=sums[Ledger.QUEUED_TOKENS],
-            kv_tokens=sums[Ledger.KV_TOKENS],
-            kv_blocks_free=kv_free,
-            speed_factor=reported[FleetRegistry.SPEED],
-            tpot_limit_s=sums[Ledger.TPOT_LIMIT],
-            started_prefill_tokens=sums[Ledger.STARTED_TOKENS],
-            decoding_usd_per_s=sums[Ledger.DECODING_USD],
+            index.workers,
+            now_s,
+            age_s,
+            accepts,
+            *others,
             slice_whole=index.whole,
             members=members,
             experts=experts,

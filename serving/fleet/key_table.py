@@ -25,6 +25,7 @@ class KeyTable:
 
     Attributes:
         capacity: most keys held at once.
+        cells: int32 [2**b]; the id at each cell, 0 for none. Read only.
         keys: uint64 [capacity + 1]; the key of each id (0 for ids not in use). Read only.
         high_water: largest id ever handed out; ids above it were never in use.
     """
@@ -38,11 +39,11 @@ class KeyTable:
         size = 1 << (2 * capacity - 1).bit_length()
         self._mask = size - 1
         self._key_mask = np.uint64(size - 1)
-        self._cells = np.zeros(size, np.int32)
+        self.cells = np.zeros(size, np.int32)
         self._free = np.zeros(capacity, np.int32)
         self._num_free = 0
         # Scalar access through a memoryview costs a third of NumPy's.
-        self._cell_view = self._cells.data
+        self._cell_view = self.cells.data
         self._key_view = self.keys.data
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class KeyTable:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays when every page of them is in use."""
-        return self.keys.nbytes + self._cells.nbytes + self._free.nbytes
+        return self.keys.nbytes + self.cells.nbytes + self._free.nbytes
 
     def find_one(self, key: int) -> int:
         """Id of one key, 0 when absent."""
@@ -97,7 +98,7 @@ class KeyTable:
         if len(keys) <= FEW:
             return np.array([self.find_one(key) for key in keys.tolist()], np.int32)
         home = (keys & self._key_mask).view(np.int64)
-        ids = self._cells.take(home)
+        ids = self.cells.take(home)
         wrong = self.keys.take(ids) != keys
         if np.count_nonzero(wrong):
             pending = (wrong & (ids > 0)).nonzero()[0]
@@ -138,9 +139,9 @@ class KeyTable:
                 self.delete_one(held)
             return
         gaps = self._cells_of(ids)
-        self._cells[gaps] = 0
+        self.cells[gaps] = 0
         behind = (gaps + 1) & self._mask
-        runs = behind[self._cells.take(behind) > 0]
+        runs = behind[self.cells.take(behind) > 0]
         if len(runs):
             lifted = self._lift(runs)
             self._place(lifted, self.keys.take(lifted))
@@ -152,7 +153,7 @@ class KeyTable:
         """Ids of keys that are not in their home cells, from cells `start` on."""
         if len(keys) <= FEW:
             return np.array([self.find_one(key) for key in keys.tolist()], np.int32)
-        window = self._cells.take((start[:, None] + _WINDOW) & self._mask)
+        window = self.cells.take((start[:, None] + _WINDOW) & self._mask)
         stop = (self.keys.take(window) == keys[:, None]) | (window == 0)
         first = stop.argmax(axis=1)
         rows = np.arange(len(keys))
@@ -171,19 +172,19 @@ class KeyTable:
     def _place(self, ids: np.ndarray, keys: np.ndarray) -> None:
         """Writes ids into the first empty cell at or after their keys' homes."""
         home = (keys & self._key_mask).view(np.int64)
-        free = (self._cells.take(home) == 0).nonzero()[0]
-        self._cells[home[free]] = ids[free]
+        free = (self.cells.take(home) == 0).nonzero()[0]
+        self.cells[home[free]] = ids[free]
         # Two may have aimed at one cell: whoever does not stand in its own goes on.
-        left = (self._cells.take(home) != ids).nonzero()[0]
+        left = (self.cells.take(home) != ids).nonzero()[0]
         while len(left) > FEW:
             cells = (home[left, None] + _WINDOW) & self._mask
-            empty = self._cells.take(cells) == 0
+            empty = self.cells.take(cells) == 0
             first = empty.argmax(axis=1)
             rows = np.arange(len(left))
             target = cells[rows, first]
             fits = empty[rows, first]
-            self._cells[target[fits]] = ids[left[fits]]
-            lost = self._cells[target] != ids[left]
+            self.cells[target[fits]] = ids[left[fits]]
+            lost = self.cells[target] != ids[left]
             home[left[~fits]] += _WIDTH
             left = left[lost]
         for new, cell in zip(ids[left].tolist(), home[left].tolist(), strict=True):
@@ -193,10 +194,10 @@ class KeyTable:
         """Cell of each id in use, int64 [K]."""
         cells, mask = self._cell_view, self._mask
         where = (self.keys.take(ids) & self._key_mask).view(np.int64)
-        left = (self._cells.take(where) != ids).nonzero()[0]
+        left = (self.cells.take(where) != ids).nonzero()[0]
         while len(left) > FEW:
             window = (where[left, None] + _WINDOW) & self._mask
-            hit = self._cells.take(window) == ids[left, None]
+            hit = self.cells.take(window) == ids[left, None]
             first = hit.argmax(axis=1)
             rows = np.arange(len(left))
             found = hit[rows, first]
@@ -221,10 +222,10 @@ class KeyTable:
         lifted = []
         while len(start):
             cells = (start[:, None] + _WINDOW) & self._mask
-            run = np.logical_and.accumulate(self._cells.take(cells) != 0, axis=1)
+            run = np.logical_and.accumulate(self.cells.take(cells) != 0, axis=1)
             lifted.append(cells[run])
             start = start[run[:, -1]] + _WIDTH
         cells = np.concatenate(lifted)
-        ids = self._cells[cells]
-        self._cells[cells] = 0
+        ids = self.cells[cells]
+        self.cells[cells] = 0
         return ids

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from serving.core.errors import LeaseError
 from serving.core.lease import Lease, Reservation
+from serving.core.native import Kernel
 from serving.core.worker import Phase
 
 _MEMBER_FIELDS = 4  # start, rate, expected tokens, lambda
@@ -51,6 +53,8 @@ class Ledger:
     def __init__(self, capacity: int = 64) -> None:
         self.sums = np.zeros((11, capacity), np.float64)
         self.sums[self.TPOT_LIMIT] = np.inf
+        # Scalar access through a memoryview costs a third of NumPy's.
+        self._cells: Any = self.sums.data
         self._entries: dict[tuple[str, Phase], _Entry] = {}
         self._by_lease: dict[str, tuple[str, Phase]] = {}
         self._by_slot: dict[int, dict[tuple[str, Phase], _Entry]] = {}
@@ -69,6 +73,7 @@ class Ledger:
         if more > 0:
             self.sums = np.pad(self.sums, ((0, 0), (0, more)))
             self.sums[self.TPOT_LIMIT, -more:] = np.inf
+            self._cells = self.sums.data
 
     def find(self, request_id: str, phase: Phase) -> Reservation | None:
         """The open reservation of a request's phase."""
@@ -108,7 +113,7 @@ class Ledger:
             return _lease(known), False
         if reservation.phase is Phase.DECODE:
             self._hand_over(reservation.request_id, slot)
-        sums = self.sums
+        sums = self._cells
         entry = _Entry(
             reservation,
             slot,
@@ -154,7 +159,7 @@ class Ledger:
         mates = self._by_slot[slot]
         del mates[key]
         self._uncount(entry)
-        sums = self.sums
+        sums = self._cells
         if phase is Phase.DECODE:
             sums[self.DECODING, slot] -= 1
             sums[self.DECODING_USD, slot] -= reservation.lambda_usd_per_s
@@ -214,20 +219,22 @@ class Ledger:
         self.sums[self.UNACKED, slot] = 0
         self.sums[self.UNACKED_KV, slot] = 0
 
-    def member_rows(self, now_s: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def member_rows(
+        self, now_s: float, row_of_slot: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The open decode reservations.
 
+        Args:
+            now_s: monotonic seconds.
+            row_of_slot: int64 [capacity], a view's row of each slot.
+
         Returns:
-            int64 [N] slots, float64 [N] remaining tokens (at least 1: a request that
+            int64 [N] rows, float64 [N] remaining tokens (at least 1: a request that
             outlives its estimate is about to end, never gone), float64 [N] $/s.
         """
-        num = len(self._member_keys)
-        start, rate, expected, price = self._members[:, :num]
-        elapsed = now_s - start
-        elapsed *= rate
-        remaining = expected - elapsed
-        np.maximum(remaining, 1.0, out=remaining)
-        return self._member_slot[:num].copy(), remaining, price.copy()
+        return MEMBERS.run(
+            self._member_slot, self._members, len(self._member_keys), now_s, row_of_slot
+        )
 
     def _hand_over(self, request_id: str, slot: int) -> None:
         prefill = self._entries.get((request_id, Phase.PREFILL))
@@ -239,13 +246,13 @@ class Ledger:
         if not entry.counted:
             return
         entry.counted = False
-        sums, slot = self.sums, entry.slot
+        sums, slot = self._cells, entry.slot
         sums[self.INFLIGHT, slot] -= 1
         sums[self.KV_BLOCKS, slot] -= entry.kv_blocks
         if entry.report_count == sums[self.REPORTS, slot]:
             sums[self.UNACKED, slot] -= 1
             sums[self.UNACKED_KV, slot] -= entry.kv_blocks
-        self.sums[self.KV_TOKENS, slot] -= entry.kv_tokens
+        sums[self.KV_TOKENS, slot] -= entry.kv_tokens
 
     def _add_member(self, key: tuple[str, Phase], reservation: Reservation, slot: int) -> int:
         member = len(self._member_keys)
@@ -254,12 +261,11 @@ class Ledger:
             self._members = np.pad(self._members, ((0, 0), (0, member)))
         self._member_keys.append(key)
         self._member_slot[member] = slot
-        self._members[:, member] = (
-            reservation.reserved_at_s,
-            reservation.tokens_per_s,
-            reservation.decode_tokens,
-            reservation.lambda_usd_per_s,
-        )
+        cells: Any = self._members.data
+        cells[0, member] = reservation.reserved_at_s
+        cells[1, member] = reservation.tokens_per_s
+        cells[2, member] = reservation.decode_tokens
+        cells[3, member] = reservation.lambda_usd_per_s
         return member
 
     def _remove_member(self, member: int) -> None:
@@ -270,6 +276,36 @@ class Ledger:
             self._member_slot[member] = self._member_slot[last]
             self._members[:, member] = self._members[:, last]
             self._entries[key].member = member
+
+
+def _members_numpy(
+    slots: np.ndarray, members: np.ndarray, num: int, now_s: float, row_of_slot: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`Ledger.member_rows` over its arrays, of which the first `num` columns are in use."""
+    start, rate, expected, price = members[:, :num]
+    elapsed = now_s - start
+    elapsed *= rate
+    remaining = expected - elapsed
+    np.maximum(remaining, 1.0, out=remaining)
+    return row_of_slot.take(slots[:num]), remaining, price.copy()
+
+
+def _members_loop(slots, members, num, now_s, row_of_slot):
+    """`_members_numpy`, one request after another."""
+    rows, remaining, price = np.empty(num, np.int64), np.empty(num), np.empty(num)
+    for member in range(num):
+        rows[member] = row_of_slot[slots[member]]
+        done = (now_s - members[0, member]) * members[1, member]
+        remaining[member] = max(members[2, member] - done, 1.0)
+        price[member] = members[3, member]
+    return rows, remaining, price
+
+
+MEMBERS = Kernel(
+    _members_numpy,
+    _members_loop,
+    "Tuple((i8[::1],f8[::1],f8[::1]))(i8[::1],f8[:,::1],i8,f8,i8[::1])",
+)
 
 
 def _lease(entry: _Entry) -> Lease:

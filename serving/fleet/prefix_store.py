@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from serving.fleet.block_tree import ROOT, BlockTree, Chain
+from serving.fleet.depth_kernel import DEPTHS
 from serving.fleet.holder_bits import WORD_BITS, HolderBits
 from serving.fleet.key_table import FEW
 from serving.fleet.predicted_blocks import PredictedBlocks
@@ -204,6 +205,9 @@ class PrefixStore:
             int32 [num_columns], fresh.
         """
         plane = self.reach[min(tier, len(self.reach) - 1)]
+        if DEPTHS.run is not None:
+            table = self.tree.table
+            return DEPTHS.run(hashes, table.cells, table.keys, plane.rows)
         num = len(hashes)
         find, view, size = self.tree.table.find_one, plane.view, plane.row_bytes
         block = find(hashes.item(0)) if num else 0

@@ -10,7 +10,6 @@ worker. For decode the rule is `expert_cost`'s.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,17 +94,17 @@ class CostPowerOfTwo:
                 fallback = fallback or "no_decode_worker"
         score = np.full(len(allowed), np.inf)
         score[rows] = total
-        excluded.append(("not_sampled", allowed & ~_mark(rows, len(allowed))))
-        ranking = rank_by(
+        return rank_by(
             score,
             context,
             rng,
             unit="usd",
             fallback=fallback,
             terms=prices if ahead is None else PairTerms(prices, ahead, rows),
+            term_rows=None if ahead is None else rows,
             excluded=tuple(excluded),
+            aside="not_sampled",
         )
-        return ranking if ahead is None else dataclasses.replace(ranking, term_rows=rows)
 
     def _rows(
         self,

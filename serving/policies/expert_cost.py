@@ -8,7 +8,6 @@ regions are nearest to the request's calibration cluster, and the least loaded.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -67,34 +66,34 @@ class ExpertCost:
         prices = objective.price(context, self.options.score, rows)
         allowed, excluded = context.feasible, []
         if rows is not None:
-            sampled = np.zeros(len(allowed), bool)
-            sampled[rows] = True
-            excluded.append(("not_sampled", allowed & ~sampled))
-            allowed = sampled
+            allowed = np.zeros(len(allowed), bool)
+            allowed[rows] = True
         if self.options.max_spread and context.phase is Phase.DECODE:
             num = context.view.num_inflight
             crowded = allowed & (num > 1.25 * num[allowed].mean() + 2.0)
             excluded.append(("max_spread", crowded))
             allowed = allowed & ~crowded
-        breaks = allowed & prices.breaks_target()
-        num_breaking = np.count_nonzero(breaks)
         fallback = ""
-        if num_breaking and num_breaking == np.count_nonzero(allowed):
-            fallback = "every_worker_breaks_target"
-        elif num_breaking:
-            excluded.append(("breaks_target", breaks))
-            allowed = allowed & ~breaks
-        score = prices.score_usd
-        ranking = rank_by(
-            np.where(allowed, score, np.inf) if excluded else score,
+        if not prices.keeps_target():
+            breaks = allowed & prices.breaks_target()
+            num_breaking = np.count_nonzero(breaks)
+            if num_breaking and num_breaking == np.count_nonzero(allowed):
+                fallback = "every_worker_breaks_target"
+            elif num_breaking:
+                excluded.append(("breaks_target", breaks))
+                allowed = allowed & ~breaks
+        return rank_by(
+            prices.score_usd,
             context,
             rng,
             unit="usd",
+            allowed=allowed,
             fallback=fallback,
             terms=prices,
+            term_rows=rows,
             excluded=tuple(excluded),
+            aside="" if rows is None else "not_sampled",
         )
-        return ranking if rows is None else dataclasses.replace(ranking, term_rows=rows)
 
     def _sample(self, context: PlacementContext, rng: np.random.Generator) -> np.ndarray | None:
         """Rows to price, int64 [R] ascending; None prices all."""

@@ -32,44 +32,47 @@ class PowerOfTwoWork:
 
     def rank(self, context: PlacementContext, rng: np.random.Generator) -> Ranking:
         """See `serving.core.placement.Policy`."""
-        weights = None
-        if context.phase is Phase.PREFILL and np.count_nonzero(context.cached_tokens):
-            share = context.cached_tokens / context.request.num_prompt_tokens
-            weights = 1.0 + self.prefix_bias * share
-        rows = two_of(context, rng, weights)
+        prefill = context.phase is Phase.PREFILL
+        rows = two_of(context, rng, self.prefix_bias if prefill else 0.0)
         unit = "token_slowness" if context.costs is None else "s"
-        return rank_sample(rows, completion(context, rows), context, rng, unit=unit)
+        work_s = _prefill_s if prefill else _decode_s
+        return rank_sample(rows, work_s(context, rows), context, rng, unit=unit)
 
 
-def completion(context: PlacementContext, rows: np.ndarray) -> np.ndarray:
-    """Predicted seconds until workers have done this request's work.
+def _prefill_s(context: PlacementContext, rows: list[int]) -> list[float]:
+    """Predicted seconds until each row has computed this prompt too.
 
     Without coefficients the same in tokens: outstanding work times measured slowness.
-
-    Args:
-        context: the choice.
-        rows: int64 [R], which workers.
-
-    Returns:
-        float64 [R].
     """
-    view, costs = context.view, context.costs
-    speed = view.speed_factor[rows]
-    if context.phase is Phase.PREFILL:
-        most = context.request.num_prompt_tokens - 1
-        own = most + 1 - np.minimum(context.cached_tokens[rows], most)
-        queued = view.queued_prefill_tokens[rows]
+    view, costs, most = context.view, context.costs, context.request.num_prompt_tokens - 1
+    found = []
+    for row in rows:
+        own = most + 1 - min(context.cached_tokens.item(row), most)
+        work = view.queued_prefill_tokens.item(row)
         if costs is None:
-            return (queued + own) * speed
-        padded, chunks = costs.padded(own, rows)
-        seconds = (queued + padded) * costs.prefill_token_s[rows]
-        return (seconds + chunks * costs.prefill_chunk_s[rows]) * speed
-    outstanding = view.remaining_decode_tokens[rows] + context.request.length.mean_tokens
-    if costs is None:
-        return outstanding * speed
-    # All requests of a step advance together: n + 1 tokens every t(S + r) seconds.
-    num = view.num_inflight[rows] + 1.0
-    step_s = costs.expert_s[rows] * costs.total_experts[rows] * (1.0 - costs.miss[rows] ** num)
-    step_s += costs.step_base_s[rows] + costs.request_s[rows] * num
-    step_s += costs.attention_s[rows] * view.kv_tokens[rows]
-    return context.transfer_s[rows] + outstanding * step_s * speed / num
+            work += own
+        else:
+            padded, chunks = costs.padded_on(row, own)
+            work = (work + padded) * costs.prefill_token_s.item(row)
+            work += chunks * costs.prefill_chunk_s.item(row)
+        found.append(work * view.speed_factor.item(row))
+    return found
+
+
+def _decode_s(context: PlacementContext, rows: list[int]) -> list[float]:
+    """The same of the output: all requests of a step advance together, n + 1 tokens each."""
+    view, costs, length = context.view, context.costs, context.request.length.mean_tokens
+    outstanding = view.remaining_decode_tokens
+    found = []
+    for row in rows:
+        work, speed = outstanding.item(row) + length, view.speed_factor.item(row)
+        if costs is not None:
+            num = view.num_inflight.item(row) + 1.0
+            experts = costs.total_experts.item(row) * (1.0 - costs.miss.item(row) ** num)
+            step_s = costs.step_base_s.item(row) + costs.expert_s.item(row) * experts
+            step_s += costs.request_s.item(row) * num
+            step_s += costs.attention_s.item(row) * view.kv_tokens.item(row)
+            found.append(context.transfer_s.item(row) + work * step_s * speed / num)
+        else:
+            found.append(work * speed)
+    return found

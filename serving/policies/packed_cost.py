@@ -11,7 +11,6 @@ parked. When nobody open is inside, all are asked; when nobody is inside at all,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -83,7 +82,7 @@ class PackedCost:
         if context.ahead is not None:
             context.ahead.pack(None)
         spread = self._by_cost[phase].rank(context, rng)
-        return dataclasses.replace(spread, fallback=spread.fallback or "over_packing_limit")
+        return spread._replace(fallback=spread.fallback or "over_packing_limit")
 
     def _decode(self, context: PlacementContext) -> Ranking | None:
         prices = objective.price(context)

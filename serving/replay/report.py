@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from serving import native_kernels
 from serving.core.decision import encode_line
 from serving.core.errors import ConfigError
 from serving.replay.bank import RoutingBank, read_bank, read_header, synthetic_bank
@@ -186,6 +187,7 @@ class ReplayRunner:
         machine: Machine,
         learned: Learned | None,
     ) -> _Kept:
+        native_kernels.load()
         outcome = Simulation(
             scenario,
             policy,

@@ -7,10 +7,12 @@ computed cold give the same vector bit for bit. The vector is a function of the 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from serving.core.native import Kernel
 from serving.core.signature import Signature, SignatureSource
 
 
@@ -39,6 +41,34 @@ def mask_version_of(layers: np.ndarray, *, num_layers: int, num_experts: int, to
     """Name of a mask: equal for equal layers in equal order and equal geometry."""
     text = f"{num_layers}x{num_experts}x{top_k}:" + ",".join(str(int(layer)) for layer in layers)
     return "mask-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _unit_numpy(counts: np.ndarray, idf: np.ndarray) -> np.ndarray:
+    """Counts uint32 [M] times weights float32 [M], at length 1 (or 0): float32 [M]."""
+    weighted = counts.astype(np.float32)
+    weighted *= idf
+    norm = math.sqrt(np.dot(weighted, weighted))
+    if norm > 0.0:
+        weighted *= np.float32(1.0 / norm)
+    return weighted
+
+
+def _unit_loop(counts, idf):
+    """`_unit_numpy`, one expert after another."""
+    weighted = np.empty(counts.shape[0], np.float32)
+    square = 0.0
+    for i in range(weighted.shape[0]):
+        value = np.float32(counts[i]) * idf[i]
+        weighted[i] = value
+        square += value * value
+    if square > 0.0:
+        scale = np.float32(1.0 / np.sqrt(square))
+        for i in range(weighted.shape[0]):
+            weighted[i] *= scale
+    return weighted
+
+
+UNIT = Kernel(_unit_numpy, _unit_loop, "f4[::1](u4[::1],f4[::1])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,12 +151,8 @@ class SignatureModel:
             prompt, or only experts that every prompt hits). Its cosine with anything is 0, so
             such a request is placed by load alone.
         """
-        weighted = counts_masked.astype(np.float32).ravel()
-        weighted *= self.idf.ravel()
-        norm = np.sqrt(np.dot(weighted, weighted))
-        if norm > 0:
-            weighted /= norm
-        return weighted
+        counts = np.ascontiguousarray(counts_masked, np.uint32)
+        return UNIT.run(counts.reshape(-1), self.idf.reshape(-1))
 
     def vectors(self, counts_masked: np.ndarray) -> np.ndarray:
         """`vector` of each row: integer [N, Lm, E] -> float32 [N, M]."""

@@ -294,7 +294,12 @@ def server_config(model_dir: Path, signature_dir: Path) -> Callable[..., ServerC
     base: dict[str, Any] = {
         "schema_version": 1,
         "server": {"port": 0, "drain_grace_s": 5.0},
-        "router": {"lease_s": 60.0, "sweep_every_s": 0.05, "stale_after_s": 60.0},
+        "router": {
+            "compiled": False,
+            "lease_s": 60.0,
+            "sweep_every_s": 0.05,
+            "stale_after_s": 60.0,
+        },
         "slo": slo,
         "model": {"name": "tiny", "tokenizer": str(model_dir)},
         "artefacts": {"signature": str(signature_dir)},

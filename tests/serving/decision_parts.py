@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
+from serving import native_kernels
 from serving.core.clock import ManualClock
 from serving.core.costs import CellCost, CostBook, PrefillTimeModel, StepTimeModel
 from serving.core.decision import LogLine
@@ -28,6 +31,16 @@ from serving.fleet.fleet import Fleet
 from serving.fleet.survival import SurvivalRows
 from serving.policies.registry import make_policy
 from serving.signatures.regions import FittedRegions, bind
+
+
+@pytest.fixture(scope="module", autouse=True, params=["numpy", "compiled"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a folder's tests over NumPy and over the compiled loops (serving/native_kernels.py)."""
+    if request.param == "compiled" and not native_kernels.load():
+        pytest.skip("numba is not installed: only the NumPy definitions run")
+    yield
+    native_kernels.unload()
+
 
 LAYERS, MASKED, EXPERTS, TOP_K = 4, 2, 8, 2
 SIZE = MASKED * EXPERTS
@@ -157,7 +170,7 @@ def view(num: int = 4, *, phase: Phase = Phase.DECODE, **columns: Any) -> FleetV
     for name, value in columns.items():
         array = isinstance(given.get(name), np.ndarray)
         given[name] = np.asarray(value, given[name].dtype) if array else value
-    return FleetView(workers=workers, **given)
+    return FleetView(workers=workers, **given).check()
 
 
 def members(rows: list[int], remaining: list[float], price: float, num: int) -> Members:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from serving import native_kernels
 from serving.core.request import SloClass
 from serving.core.router_config import DEFAULT_TARGETS
 from serving.cost.catalogue import Catalogue, load_catalogue
@@ -131,6 +132,7 @@ def run_one(
     moe = catalogue.variant(config.pools[0].variant).moe
     domains = None if moe is None else draw_domains(config.traffic, moe, seed)
     machines = machines_of(config, catalogue)
+    native_kernels.load()
     simulation = FleetSimulation(config, policy, catalogue, machines, traffic, domains, seed=seed)
     metrics = metrics_of(simulation.run(), traffic)
     return Run(policy=policy.label, load=load, seed=seed, metrics=metrics)

@@ -20,7 +20,8 @@ class FakeService:
 
 def test_peer_script_asks_what_the_peer_understands_and_keeps_a_fleet_full():
     service = FakeService()
-    fleet = peer_selection._Fleet(service, keep=2)
+    other = FakeService()
+    fleet = peer_selection._Fleet([service, other], keep=2)
     answer = asyncio.run(fleet.decide([[1, 2], [3], [4]]))
     assert len(answer["wall_ns"]) == len(answer["cpu_ns"]) == 3
     assert service.asked[0] == {
@@ -29,6 +30,7 @@ def test_peer_script_asks_what_the_peer_understands_and_keeps_a_fleet_full():
         "selection_id": "selection-1",
     }
     assert service.freed == ["selection-1"]
+    assert (other.asked, other.freed) == (service.asked, service.freed)
 
 
 def test_decision_suite_measures_every_way_and_says_what_it_could_not():

@@ -14,6 +14,7 @@ from serving.core.router_config import RouterConfig
 from serving.core.transfer import LINKS, LinkSpeeds, TransferTimes
 from serving.core.worker import Phase, Role
 from serving.fleet.fleet import Fleet
+from serving.fleet.registry import LoadReport
 from serving.policies.registry import make_policy
 from tests.serving import decision_parts as parts
 
@@ -136,6 +137,8 @@ def rig(**changes) -> parts.Rig:
 
 def test_the_router_prefers_a_prefill_worker_near_to_decode():
     made = rig()
+    slow = LoadReport(num_running=0, num_waiting=0, kv_blocks_used=0, speed_factor=1.5)
+    made.fleet.update("d0", slow, made.clock.now_s)
     asked = parts.request(arrival_s=made.clock.now_s)
     placed = made.router.place_prefill(asked)
     assert placed.worker.ici_domain == "s1"

@@ -25,12 +25,13 @@ def _by_the_definition(tokens, block, seed, salt):
     draw = np.random.Generator(np.random.Philox(key=seed))
     multipliers = [int(m) | 1 for m in draw.integers(0, _MASK, block, np.uint64, True)]
     base = int(draw.integers(0, _MASK, dtype=np.uint64, endpoint=True)) | 1
+    offset = int(draw.integers(0, _MASK, dtype=np.uint64, endpoint=True))
     chain = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "big") | 1
     chain = chain if salt else 0
     out = []
     for start in range(0, len(tokens) - block + 1, block):
         terms = zip(tokens[start : start + block], multipliers, strict=True)
-        inner = sum(_mix(token + 0x9E3779B97F4A7C15) * m for token, m in terms)
+        inner = offset + sum(token * m for token, m in terms)
         chain = (chain * base + _mix(inner)) & _MASK
         out.append(_mix(chain))
     return out

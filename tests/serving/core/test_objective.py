@@ -90,7 +90,7 @@ def test_expert_locality_is_what_the_signature_changes_in_j():
     keep[:4] = 0.1
     seen = parts.view(3, num_inflight=[2.0, 2.0, 3.0], experts=rows)
     known = objective.price(parts.context(seen, keep=keep)).matrix()
-    blind = objective.price(parts.context(dataclasses.replace(seen, experts=None))).matrix()
+    blind = objective.price(parts.context(seen._replace(experts=None))).matrix()
     saved = known.usd[:, known.names.index("expert_locality")]
     np.testing.assert_allclose(known.total_usd() + saved, blind.total_usd())
 
@@ -167,9 +167,7 @@ def test_a_worker_that_holds_the_experts_is_cheaper():
     rows = parts.expert_rows(2, prior=False)
     survival = np.ones((2, parts.SIZE), np.float32)
     survival[0, :4] = survival[1, 8:12] = 0.01
-    rows = dataclasses.replace(
-        rows, survival=survival, survival_sum=survival.sum(axis=1, dtype=np.float64)
-    )
+    rows = rows._replace(survival=survival, survival_sum=survival.sum(axis=1, dtype=np.float64))
     keep = np.ones(parts.SIZE, np.float32)
     keep[:4] = 0.1
     seen = parts.view(2, num_inflight=[2.0, 2.0], experts=rows)
@@ -182,8 +180,7 @@ def test_region_prior_draws_to_the_region_and_leaves_j_alone():
     survival = np.ones((2, parts.SIZE), np.float32)
     prior = survival.copy()
     prior[0, :4] = prior[1, 4:8] = 0.1
-    rows = dataclasses.replace(
-        rows,
+    rows = rows._replace(
         survival=survival,
         survival_sum=survival.sum(axis=1, dtype=np.float64),
         num_modelled=np.zeros(2),
@@ -242,15 +239,12 @@ def test_even_steps_keep_a_slow_worker_from_filling_up_because_it_is_full():
     rows = parts.expert_rows(2, prior=False)
     few = np.full((2, parts.SIZE), 0.5, np.float32)
     few[1] = 0.02
-    rows = dataclasses.replace(
-        rows,
+    rows = rows._replace(
         survival=few,
         survival_sum=few.sum(axis=1, dtype=np.float64),
         num_modelled=np.array([58.0, 62.0]),
     )
-    asked = parts.context(
-        dataclasses.replace(seen, experts=rows), keep=np.full(parts.SIZE, 0.8, np.float32)
-    )
+    asked = parts.context(seen._replace(experts=rows), keep=np.full(parts.SIZE, 0.8, np.float32))
     plain = objective.price(asked, objective.ScoreOptions(even_from_requests=None))
     even = objective.price(asked, objective.ScoreOptions())
     slower = dict(plain.matrix().facts)["step_with_s"]
@@ -318,14 +312,14 @@ def test_class_targets_are_told_when_broken():
     asked = parts.context(seen, target=tight)
     # Seven others: too slow for the request; one other, whose own promise is tighter.
     assert objective.price(asked).breaks_target().tolist() == [True, True]
-    easy = dataclasses.replace(asked, view=parts.view(2, num_inflight=[7.0, 1.0]))
+    easy = asked._replace(view=parts.view(2, num_inflight=[7.0, 1.0]))
     assert objective.price(easy).breaks_target().tolist() == [True, False]
 
 
 def test_time_already_waited_counts_towards_the_first_token():
     asked = parts.context(parts.view(1, phase=Phase.PREFILL, taken_at_s=9.98), phase=Phase.PREFILL)
     assert objective.price(asked).breaks_target().tolist() == [True]
-    early = dataclasses.replace(asked, view=parts.view(1, phase=Phase.PREFILL, taken_at_s=9.9))
+    early = asked._replace(view=parts.view(1, phase=Phase.PREFILL, taken_at_s=9.9))
     assert objective.price(early).breaks_target().tolist() == [False]
 
 

@@ -63,7 +63,7 @@ def test_years_of_churn_leave_no_residue():
         ids = table.insert(rng.integers(1, 1 << 63, 256, dtype=np.uint64))
         table.delete(rng.permutation(ids))
     assert len(table) == 0
-    assert not table._cells.any()
+    assert not table.cells.any()
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1 << 30])
