@@ -78,8 +78,9 @@ class ScoreOptions:
         region_prior: credit experts that the worker's region holds anyway.
         even_from_requests: n_even, the mean number of requests per worker at which the
             request's own delay counts as it is; with more it counts for more, with fewer for
-            less, as sqrt(n / n_even) up to 2.5. Below a quarter of n_even there is hardly anybody
-            to gather with and it counts as it is, as it always does with None.
+            less, as sqrt(n / n_even) up to 1.2: beyond it the median pays more than P99 gains.
+            Below a quarter of n_even there is hardly anybody to gather with and it counts as it
+            is, as it always does with None.
         tail_power: p of t_ref * (t / t_ref)^p, the tail-weighted step time; 1 is plain.
         tail_reference_s: t_ref, the cell's median step time; None takes the median of the
             feasible workers' steps with the request.

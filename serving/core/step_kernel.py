@@ -22,7 +22,7 @@ expected without and with the request. OTHER_TOKENS, OTHER_USD: sum_j min(L, rem
 weighted by lambda_j. SCORE: J with PRICED for WITH, and more of the request's own delay.
 """
 
-_FEW_OF_EVEN, _MOST_EVEN = 0.25, 2.5
+_FEW_OF_EVEN, _MOST_EVEN = 0.25, 1.2
 
 MEAN, SURVIVAL, PRIOR = range(3)
 """What is known of experts: their mean number, survival vectors, and those of regions as well."""

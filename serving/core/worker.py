@@ -248,6 +248,9 @@ class FleetView(NamedTuple):
         slice_whole: bool [W], every worker of its slice is up; None where nothing is in a slice.
         members: the open decode reservations, or None (prefill).
         experts: expected experts per worker, or None without an expert model.
+        num_unreported: [W], this router's own placements that the worker's last report did not
+            hold yet; None where no other router shares the workers.
+        num_replicas: routers that share the workers.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -267,6 +270,8 @@ class FleetView(NamedTuple):
     slice_whole: np.ndarray | None = None
     members: Members | None = None
     experts: ExpertRows | None = None
+    num_unreported: np.ndarray | None = None
+    num_replicas: int = 1
 
     def check(self) -> FleetView:
         """Itself, when every column has one number per worker; for who builds views by hand.
@@ -304,7 +309,7 @@ class FleetView(NamedTuple):
                 num_of_worker=members.num_of_worker.take(rows),
             )
         started, decoding = self.started_prefill_tokens, self.decoding_usd_per_s
-        whole = self.slice_whole
+        whole, unreported = self.slice_whole, self.num_unreported
         return FleetView(
             workers=tuple(self.workers[row] for row in rows.tolist()),
             taken_at_s=self.taken_at_s,
@@ -313,6 +318,8 @@ class FleetView(NamedTuple):
             slice_whole=None if whole is None else whole.take(rows),
             members=members,
             experts=None if self.experts is None else self.experts.take(rows),
+            num_unreported=None if unreported is None else unreported.take(rows),
+            num_replicas=self.num_replicas,
             **{name: getattr(self, name).take(rows) for name in _COLUMNS},
         )
 

@@ -140,7 +140,9 @@ class Fleet:
             self.stale_after_s,
             self.num_replicas - 1.0,
         )
-        members = experts = None
+        members = experts = unreported = None
+        if self.num_replicas > 1:
+            unreported = self.ledger.sums[Ledger.UNACKED].take(index.slots)
         if phase is Phase.DECODE:
             members = Members(*self.ledger.member_rows(now_s, index.row_of_slot), columns[-1])
             if self.survival is not None:
@@ -157,6 +159,8 @@ class Fleet:
             slice_whole=index.whole,
             members=members,
             experts=experts,
+            num_unreported=unreported,
+            num_replicas=self.num_replicas,
         )
 
     def reserve(self, reservation: Reservation) -> Lease:

@@ -32,7 +32,11 @@ class ExpertCostOptions:
         num_light: rows of a sample taken for their load.
         sample_small: price a random part of a cell that is not sampled otherwise, which spreads
             the choices of several routers with the same stale view.
-        small_share: that part. Fewer rows herd less and choose worse.
+        small_share: that part. Fewer rows herd less and choose worse. None follows what nobody
+            has told this router yet: with u placements of other routers per worker that it
+            cannot see, it prices 1 / (1 + 1.6 sqrt(u)) of the cell, and all of it alone. The other
+            routers are taken to have placed as many as this one since the last reports, this
+            request among them.
     """
 
     score: objective.ScoreOptions = field(default_factory=objective.ScoreOptions)
@@ -41,10 +45,10 @@ class ExpertCostOptions:
     num_near: int = 32
     num_light: int = 32
     sample_small: bool = False
-    small_share: float = 0.5
+    small_share: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.small_share <= 1.0:
+        if self.small_share is not None and not 0.0 < self.small_share <= 1.0:
             raise ValueError(f"small_share={self.small_share!r} must lie in (0, 1]")
         for name in ("sample_above", "num_near", "num_light"):
             if getattr(self, name) < 2:
@@ -105,7 +109,12 @@ class ExpertCost:
             return None
         rows = context.feasible.nonzero()[0]
         if num <= options.sample_above:
-            return np.sort(rng.permutation(rows)[: math.ceil(options.small_share * num)])
+            share = options.small_share
+            if share is None:
+                share = 1.0 / (1.0 + 1.6 * math.sqrt(_num_unseen(context) / num))
+            if share >= 1.0:
+                return None
+            return np.sort(rng.permutation(rows)[: math.ceil(share * num)])
         load = _load(context)[rows]
         light = rows[np.argpartition(load, options.num_light)[: options.num_light]]
         near = self._nearest.first(context, options.num_near)
@@ -141,6 +150,14 @@ class _RegionOrder:
             cosine = regions.similarity(experts.centroids[cluster], context.worker_ids())
             order = self._orders[cluster] = (-cosine).argsort(kind="stable")
         return order[context.feasible[order]][:num]
+
+
+def _num_unseen(context: PlacementContext) -> float:
+    """Placements of other routers that no report has told of yet, in expectation."""
+    view = context.view
+    if view.num_unreported is None:
+        return 0.0
+    return (view.num_replicas - 1) * (float(view.num_unreported.sum()) + 1.0)
 
 
 def _load(context: PlacementContext) -> np.ndarray:

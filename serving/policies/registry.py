@@ -33,7 +33,7 @@ def _expert_cost(
     num_near: int = 32,
     num_light: int = 32,
     sample_small: bool = False,
-    small_share: float = 0.5,
+    small_share: float | None = None,
 ) -> Policy:
     score = ScoreOptions(
         region_prior=region_prior,

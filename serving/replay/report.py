@@ -29,7 +29,7 @@ from serving.signatures.manifest import MANIFEST, read_manifest
 
 SCHEMA_VERSION = 1
 # A run that is kept is a function of what it is keyed by and of this code.
-_RUN_VERSION = "3"
+_RUN_VERSION = "4"
 _RECORD_SHARE = 0.002
 _REFERENCES = ("eldr_online", "eldr_static", "expert_cost")
 _MAX_LEARNED = 8

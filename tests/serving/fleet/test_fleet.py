@@ -79,6 +79,19 @@ def test_unreported_dispatches_count_once_per_replica():
     assert row(made) == (0, 1000)
 
 
+def test_a_view_tells_what_reports_do_not_hold_yet():
+    made = fleet(num_replicas=3)
+    reserve(made, "a")
+    reserve(made, "b", "d1")
+    made.update("d0", report(running=1, kv=10), 1.0)
+    seen = made.view(Phase.DECODE, 1.0)
+    assert (seen.num_replicas, seen.num_unreported.tolist()) == (3, [0.0, 1.0])
+    assert seen.take(np.array([1])).num_unreported.tolist() == [1.0]
+    assert seen.take(np.array([1])).num_replicas == 3
+    alone = fleet().view(Phase.DECODE, 1.0)
+    assert (alone.num_replicas, alone.num_unreported) == (1, None)
+
+
 def test_free_blocks_never_go_below_zero():
     made = fleet()
     made.update("d0", report(running=1, kv=5000), 1.0)

@@ -286,11 +286,28 @@ def test_without_regions_a_large_cell_is_sampled_at_random_beside_the_least_load
 
 def test_half_of_a_small_cell_can_be_sampled():
     asked = parts.context(busy_view([1, 2, 3, 4, 5]))
-    policy = make_policy("expert_cost", sample_small=True)
+    policy = make_policy("expert_cost", sample_small=True, small_share=0.5)
     sizes = {np.isfinite(policy.rank(asked, rng(seed)).score).sum() for seed in range(10)}
     assert sizes == {3}
-    assert len(chosen("expert_cost", asked, sample_small=True)) > 1
+    assert len(chosen("expert_cost", asked, sample_small=True, small_share=0.5)) > 1
     fewer = make_policy("expert_cost", sample_small=True, small_share=0.4)
     assert np.isfinite(fewer.rank(asked, rng(0)).score).sum() == 2
     with pytest.raises(ConfigError, match="small_share"):
         make_policy("expert_cost", small_share=0.0)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "unreported", "priced"),
+    # 1 / (1 + 1.6 sqrt(u)) of 12, u = (R - 1) * (own + this one) / 12.
+    [(1, None, 12), (4, 0, 7), (4, 3, 5), (4, 19, 3), (2, 3, 7)],
+)
+def test_the_sample_shrinks_with_what_other_routers_placed_unseen(replicas, unreported, priced):
+    seen = busy_view([1 + i for i in range(12)])
+    if unreported is not None:
+        own = np.zeros(12)
+        own[:2] = unreported - unreported // 2, unreported // 2
+        seen = seen._replace(num_unreported=own, num_replicas=replicas)
+    answer = make_policy("expert_cost", sample_small=True).rank(parts.context(seen), rng())
+    assert np.isfinite(answer.score).sum() == priced
+    everybody = make_policy("expert_cost").rank(parts.context(seen), rng())
+    assert np.isfinite(everybody.score).all()
