@@ -33,6 +33,7 @@ from serving.core.worker import Phase, WorkerInfo
 from serving.decision_log import FileDecisionLog
 from serving.engines.base import Engine
 from serving.engines.poller import TelemetryPoller
+from serving.engines.pulled import Pulled
 from serving.engines.relay import Relay, RelayConfig
 from serving.engines.signature_reader import SignatureReader
 from serving.fleet.fleet import Fleet
@@ -349,6 +350,7 @@ class App:
             ),
             signatures=SignatureReader(self._artefact),
             on_loss=poller.suspect,
+            on_pulled=self._pulled,
         )
         self._routes = RouterService(
             router=self.router,
@@ -421,6 +423,11 @@ class App:
     def _observers(self) -> tuple[PlacementObserver, ...]:
         online = () if self._online is None else (self._online,)
         return (*online, *self._upkeep.observers())
+
+    def _pulled(self, source_id: str, target_id: str, pulled: Pulled) -> None:
+        source, target = self.fleet.find(source_id), self.fleet.find(target_id)
+        if source is not None and target is not None:
+            self._upkeep.pulled(source, target, pulled, self._clock.monotonic_s())
 
     def _fleet_changed(self) -> None:
         """Workers joined, restarted, changed state or left."""

@@ -7,14 +7,17 @@ leaves or changes state; nothing here is on the way of a request.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from serving import assembly
 from serving.config import ServerConfig
 from serving.core.placed import PlacementObserver
 from serving.core.router import Router
 from serving.core.transfer import LinkSpeeds
-from serving.core.worker import Phase, WorkerState
+from serving.core.worker import Phase, WorkerInfo, WorkerState
 from serving.cost.surface import CostSurface
+from serving.cost.transfer import Link, TransferMatrix
+from serving.engines.pulled import Pulled
 from serving.fleet.fleet import Fleet
 from serving.fleet.prefix_index import PrefixIndex
 from serving.fleet.replicas import PrefixReplicas
@@ -38,6 +41,9 @@ class Upkeep:
         self.surface: CostSurface | None = assembly.cost_surface(config)
         self._config = config
         self._parking = assembly.parking(config)
+        # Without a catalogue: hand-overs as measured, over the config's links.
+        self._matrix = TransferMatrix({})
+        self._has_pulled = False
         self._indexed: set[str] = set()
         self._next_table_s = 0.0
 
@@ -53,7 +59,23 @@ class Upkeep:
     def links(self, now_s: float) -> LinkSpeeds:
         """Hand-over bandwidths: the config's, the catalogue's priors, fresh measurements."""
         given = self._config.costs.links.speeds()
-        return given if self.surface is None else self.surface.links(given, now_s=now_s)
+        if self.surface is not None:
+            return self.surface.links(given, now_s=now_s)
+        measured = self._matrix.measured_bytes_per_s(now_s=now_s)
+        return replace(given, measured_bytes_per_s={**given.measured_bytes_per_s, **measured})
+
+    def pulled(self, source: WorkerInfo, target: WorkerInfo, pulled: Pulled, now_s: float) -> None:
+        """A decode worker told how long a hand-over took; the router hears of it at the sweep."""
+        pair = source.pool, target.pool
+        facts = {"num_blocks": pulled.num_blocks, "num_bytes": float(pulled.num_bytes)}
+        if self.surface is not None:
+            self.surface.observe_hand_over(pair, **facts, seconds=pulled.seconds, now_s=now_s)
+        else:
+            given = self._config.costs.links.speeds()
+            prior = Link(setup_s=given.latency_s, bytes_per_s=given.network_bytes_per_s)
+            self._matrix.add({pair: prior})
+            self._matrix.observe_moved(pair, **facts, seconds=pulled.seconds, now_s=now_s)
+        self._has_pulled = True
 
     def fleet_changed(self, fleet: Fleet) -> None:
         """Workers joined, restarted, changed state or left: lost KV is never credited."""
@@ -71,6 +93,8 @@ class Upkeep:
     def sweep(self, router: Router, fleet: Fleet, now_s: float) -> None:
         """Pushes what changed into the router, parks and wakes, takes unused copies back."""
         self.push_table(router, fleet, now_s)
+        if self._has_pulled:  # from now on at every beat: measurements also grow stale
+            router.set_links(self.links(now_s))
         if self._parking is not None:
             for worker_id, state in self._parking.decide(fleet, now_s):
                 fleet.set_state(worker_id, state)

@@ -32,8 +32,6 @@ from serving.cost.feasibility import max_kv_tokens
 from serving.cost.measured import FRESH_S, CellBook
 from serving.cost.transfer import (
     CellPair,
-    HandOver,
-    KvLayout,
     Link,
     LinkDomain,
     TransferMatrix,
@@ -188,16 +186,17 @@ class CostSurface:
             self._book.observe_factor(_key(worker), factor, now_s=now_s)
 
     def observe_hand_over(
-        self, pair: CellPair, *, prompt_tokens: int, layout: KvLayout, seconds: float, now_s: float
-    ) -> HandOver:
-        """One measured hand-over between two pools.
+        self, pair: CellPair, *, num_blocks: int, num_bytes: float, seconds: float, now_s: float
+    ) -> None:
+        """One measured hand-over between two pools; unknown pools are passed over.
 
         Raises:
-            ConfigError: unknown pools, or seconds that are not positive and finite.
+            ConfigError: seconds that are not positive and finite.
         """
-        moved = self._matrix.moved(pair, prompt_tokens, layout)
-        self._matrix.observe(pair, moved, seconds=seconds, now_s=now_s)
-        return moved
+        if all(pool in self._pools for pool in pair):
+            self._matrix.observe_moved(
+                pair, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds, now_s=now_s
+            )
 
     def estimates(
         self, workers: Iterable[WorkerInfo], slo: SloClass, target: SloTarget, *, now_s: float

@@ -261,6 +261,28 @@ class TransferMatrix:
                 num_samples=old.num_samples + 1,
             )
 
+    def observe_moved(
+        self,
+        pair: CellPair,
+        *,
+        num_blocks: int,
+        num_bytes: float,
+        seconds: float,
+        now_s: float,
+    ) -> None:
+        """`observe`, of blocks and bytes that a worker says it moved.
+
+        Raises:
+            ConfigError: as `observe`, or counts below 0.
+        """
+        if num_blocks < 0 or not (math.isfinite(num_bytes) and num_bytes >= 0):
+            raise ConfigError("hand-over", (num_blocks, num_bytes), "must be counts >= 0")
+        new = num_blocks not in self._block_counts.get(pair, frozenset())
+        moved = HandOver(
+            num_blocks=num_blocks, num_bytes=num_bytes, recomputed_tokens=0, compiles=new
+        )
+        self.observe(pair, moved, seconds=seconds, now_s=now_s)
+
     def estimate(self, pair: CellPair, *, now_s: float) -> LinkEstimate:
         """A pair's link now.
 

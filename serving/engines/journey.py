@@ -36,6 +36,7 @@ from serving.engines.base import (
     StopSwitch,
 )
 from serving.engines.grpc_errors import StillEnding
+from serving.engines.pulled import pulled_of
 
 if TYPE_CHECKING:
     from serving.engines.relay import Relay
@@ -207,6 +208,9 @@ class Journey:
                 self._handover = None  # the engine took it: nothing is left to give back
                 yield answer
         self._finished(call)
+        pulled = pulled_of(call.trailers)
+        if pulled is not None and self._prefill_worker_id is not None:
+            self._relay.on_pulled(self._prefill_worker_id, placed.worker.worker_id, pulled)
 
     async def _place_decode(self) -> Placed:
         """A decode worker; waits a little for room, since the prefill is already paid for."""

@@ -34,6 +34,7 @@ from serving.core.signature import Signature
 from serving.core.worker import Phase
 from serving.engines.base import Engine
 from serving.engines.journey import Journey
+from serving.engines.pulled import Pulled
 from serving.engines.room import RoomLine
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Relay:
         config: RelayConfig,
         signatures: SignatureFinder,
         on_loss: Callable[[str], None] = lambda worker_id: None,
+        on_pulled: Callable[[str, str, Pulled], None] = lambda source, target, pulled: None,
     ) -> None:
         self.router = router
         self.engines = engines
@@ -87,6 +89,7 @@ class Relay:
         self.config = config
         self.signatures = signatures
         self.on_loss = on_loss
+        self.on_pulled = on_pulled
         self.line = RoomLine()
         self._running: dict[str, Journey] = {}
         self._behind: set[asyncio.Task[None]] = set()

@@ -49,6 +49,25 @@ def test_a_request_goes_through_prefill_and_decode(scenario: Scenario, alone: Al
     scenario(body)
 
 
+def test_hand_overs_are_measured_and_reach_the_links(scenario: Scenario) -> None:
+    async def body(rig) -> None:
+        for number in range(4):
+            answer = await rig.generate(rig.message(f"r{number}", rig.prompt(number, 21), 3))
+            assert int(answer.trailers["eldr-decode-pull-blocks"]) == 6
+        pool = rig.app.fleet.workers[0].pool
+        told_s, num_bytes = (
+            float(answer.trailers[f"eldr-decode-pull-{what}"]) for what in ("s", "bytes")
+        )
+        assert told_s > 0
+        assert num_bytes > 0
+        async with asyncio.timeout(20):
+            while not (links := rig.app.router._chooser._transfer.links).measured_bytes_per_s:
+                await asyncio.sleep(0.02)
+        assert list(links.measured_bytes_per_s) == [(pool, pool)]
+
+    scenario(body)
+
+
 def test_policies_change_between_rounds(scenario: Scenario) -> None:
     async def body(rig) -> None:
         for name in ("rr", "eldr_online", "eldr_static", "expert_cost"):

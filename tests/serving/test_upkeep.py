@@ -12,6 +12,7 @@ from serving.core.block_hash import BlockHasher
 from serving.core.clock import ManualClock
 from serving.core.errors import ConfigError
 from serving.core.worker import Phase, Role, WorkerState
+from serving.engines.pulled import Pulled
 from serving.fleet.registry import LoadReport
 from serving.upkeep import Upkeep
 from tests.serving import decision_parts as parts
@@ -147,3 +148,35 @@ def test_a_label_that_does_not_parse_names_the_worker():
     wrong = msgspec.structs.replace(made, workers=(worker, *made.workers[1:]))
     with pytest.raises(ConfigError, match=r"workers\[0\]\.labels\.cloud.*topology='2x'"):
         asyncio.run(discover(wrong, ManualClock()))
+
+
+@pytest.mark.parametrize("variants", ["serving/variants.yaml", ""])
+def test_measured_hand_overs_reach_the_router_and_grow_stale(rig, variants):
+    cell = {
+        "model": "70b_8bit",
+        "hardware": "tpu7x",
+        "version": "test",
+        "prefill": {"chunk_s": 1e-3, "token_s": 1e-4},
+        "step": {
+            **dict.fromkeys(("base_s", "c0_s", "c2_s", "c3_s", "attention_s"), 1e-4),
+            "num_moe_layers": 0,
+            "num_experts": 1,
+            "top_k": 1,
+        },
+    }
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        add(rig, name, role)
+    upkeep = Upkeep(config(variants=variants, cells=[cell]))
+    if upkeep.surface is not None:
+        upkeep.surface.learn(rig.fleet.workers)
+    source, target = rig.fleet.workers
+    moved = Pulled(num_blocks=4, num_bytes=4_000_000, seconds=0.1)
+    for _ in range(2):  # a new number of blocks compiles first and says nothing of the link
+        upkeep.pulled(source, target, moved, rig.clock.now_s)
+    upkeep.sweep(rig.router, rig.fleet, rig.clock.now_s)
+    links = upkeep.links(rig.clock.now_s).measured_bytes_per_s
+    assert links == {("iron", "iron"): pytest.approx(4e7, rel=0.01)}
+    assert rig.router._chooser._transfer.links.measured_bytes_per_s == links
+    rig.clock.advance(3600.0)
+    upkeep.sweep(rig.router, rig.fleet, rig.clock.now_s)
+    assert rig.router._chooser._transfer.links.measured_bytes_per_s == {}

@@ -41,6 +41,8 @@ from serving.engines.embedded.sequence import (
     TokenMade,
 )
 from serving.engines.embedded.tokenizer_archive import zip_tokenizer
+from serving.engines.embedded.work import KvBlocks
+from serving.engines.pulled import Pulled
 from serving.signatures.model import SignatureModel
 from serving.signatures.wire import encode_signature
 
@@ -95,13 +97,16 @@ class VllmServicer:
         sequence = self._engine.submit(spec, events.put_nowait)
         answer = _Answer(spec)
         ended: Ended | None = None
+        trailers: tuple[tuple[str, str], ...] = ()
         # An offered hand-over is the client's from the moment it is sent, even if it hangs up then.
         offered = False
         try:
             while ended is None:
                 match await events.get():
                     case PullWanted(first_block=first_block):
+                        began_s = self._clock.monotonic_s()
                         blocks = await self._puller.pull(spec, first_block)
+                        trailers = _pulled(blocks, self._clock.monotonic_s() - began_s)
                         self._engine.deliver(sequence, first_block, blocks)
                     case TokenMade() as made:
                         chunk = answer.add(made, sequence.num_cached_tokens)
@@ -111,7 +116,7 @@ class VllmServicer:
                         raise error
                     case Ended() as ended:
                         pass
-            context.set_trailing_metadata(_busy_times(sequence))
+            context.set_trailing_metadata((*_busy_times(sequence), *trailers))
             complete = answer.complete(ended, sequence.num_cached_tokens)
             if ended.lease is not None:
                 complete.kv_transfer_params_json = self._hand_over(ended)
@@ -304,6 +309,16 @@ def _cache_salt(context: grpc.aio.ServicerContext) -> str:
         rule = f"must be given once, 1 to {_MAX_SALT_CHARACTERS} characters"
         raise InvalidRequest(CACHE_SALT_KEY, given, rule)
     return salt
+
+
+def _pulled(blocks: KvBlocks, seconds: float) -> tuple[tuple[str, str], ...]:
+    """The hand-over in figures; nothing where the prompt's blocks were all here."""
+    arrays = blocks.keys, blocks.values, blocks.counts
+    num_bytes = sum(array.nbytes for array in arrays)
+    if not num_bytes or seconds <= 0.0:
+        return ()
+    moved = Pulled(num_blocks=len(blocks.counts), num_bytes=num_bytes, seconds=seconds)
+    return moved.trailers()
 
 
 def _busy_times(sequence: Sequence) -> tuple[tuple[str, str], ...]:

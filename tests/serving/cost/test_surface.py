@@ -14,7 +14,6 @@ from serving.core.transfer import LinkSpeeds
 from serving.core.worker import Role, WorkerState
 from serving.cost.catalogue import load_catalogue
 from serving.cost.surface import CostSurface, MeanRequest
-from serving.cost.transfer import KvLayout
 from tests.serving import decision_parts as parts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -147,10 +146,10 @@ def test_links_take_the_hardwares_priors_and_fresh_measurements(surface):
     links = surface.links(LinkSpeeds(), now_s=0.0)
     assert links.domain_of("tpu7x")[0] == 200e9
     assert links.network_of("tpu7x") == 15e9
-    layout = KvLayout(kv_bytes_per_token=163840, block_size_tokens=16)
-    pair = ("iron", "blue")
-    surface.observe_hand_over(pair, prompt_tokens=2048, layout=layout, seconds=0.1, now_s=0.0)
-    surface.observe_hand_over(pair, prompt_tokens=2048, layout=layout, seconds=0.05, now_s=1.0)
+    pair, moved = ("iron", "blue"), {"num_blocks": 128, "num_bytes": 2048 * 163840}
+    surface.observe_hand_over(pair, **moved, seconds=0.1, now_s=0.0)
+    surface.observe_hand_over(pair, **moved, seconds=0.05, now_s=1.0)
+    surface.observe_hand_over(("iron", "nowhere"), **moved, seconds=0.05, now_s=1.0)
     measured = surface.links(LinkSpeeds(), now_s=2.0).measured_bytes_per_s
     # The first compiled for a new number of blocks, which says nothing of the wire.
     assert measured == {pair: pytest.approx(2048 * 163840 / 0.05)}
