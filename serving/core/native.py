@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import types
+import zlib
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 
 class Kernel:
@@ -60,12 +64,27 @@ class Kernel:
 def _compile(loop: Callable[..., Any], signature: str) -> Callable[..., Any]:
     numba = importlib.import_module("numba")
     told, result = importlib.import_module("numba.core.sigutils").normalize_signature(signature)
-    given = (t.copy(readonly=True) if isinstance(t, numba.types.Array) else t for t in told)
+    given = [t.copy(readonly=True) if isinstance(t, numba.types.Array) else t for t in told]
+    loop = _named_by_constants(loop)
     # Strict floating point: the same sums in the same order as the definition.
     try:
         return numba.njit(result(*given), cache=True, error_model="numpy")(loop)
     except RuntimeError:  # nowhere to keep a cache: compiled anew in every process
         return numba.njit(result(*given), error_model="numpy")(loop)
+
+
+def _named_by_constants(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy under a name of its own for the values of the globals it reads.
+
+    They are compiled in, and numba's cache goes by function and by the file it stands in: it would
+    still serve the old code after a constant has changed that was imported into that file.
+    """
+    code, known = loop.__code__, loop.__globals__
+    numbers = (bool, int, float, np.generic)
+    read = [(name, known[name]) for name in code.co_names if isinstance(known.get(name), numbers)]
+    copy = types.FunctionType(code, known, loop.__name__, loop.__defaults__)
+    copy.__qualname__ = f"{loop.__qualname__}_{zlib.crc32(repr(read).encode()):08x}"
+    return copy
 
 
 def is_available() -> bool:

@@ -142,6 +142,21 @@ def test_smaller_ones(seed, num):
     np.testing.assert_allclose(told, wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_a_constant_from_another_file_is_not_taken_from_the_cache(tmp_path):
+    if not native.is_available():
+        pytest.skip("numba is not installed")
+    file = tmp_path / "rows.py"
+    file.write_text("def loop(x):\n    return x + ROW\n")
+    code = compile(file.read_text(), str(file), "exec")
+    for row in (1, 2):
+        module = {"__name__": "rows", "ROW": row}
+        exec(code, module)
+        kernel = native.Kernel(None, module["loop"], "i8(i8)")
+        kernel.load()
+        assert kernel.run(40) == 40 + row
+    assert list(tmp_path.glob("__pycache__/*.nbi"))
+
+
 def test_without_numba_numpy_runs(monkeypatch):
     native_kernels.unload()
     monkeypatch.setattr(native, "is_available", lambda: False)
