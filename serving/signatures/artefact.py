@@ -254,7 +254,7 @@ def _assemble(manifest: Manifest, groups: Mapping[str, Arrays]) -> SignatureArte
         num_layers=manifest.num_layers,
         num_experts=manifest.num_experts,
         top_k=manifest.top_k,
-        idf=signature["idf"],
+        idf=_floats(signature["idf"]),
     )
     expected = mask_version_of(
         model.layers,
@@ -266,8 +266,8 @@ def _assemble(manifest: Manifest, groups: Mapping[str, Arrays]) -> SignatureArte
         raise ValueError(f"mask_version {manifest.mask_version!r} must be {expected!r}")
     stored = groups["profiles.npz"]
     profiles = DecodeProfiles(
-        centroids=stored["centroids"],
-        profiles=stored["profiles"],
+        centroids=_floats(stored["centroids"]),
+        profiles=_floats(stored["profiles"]),
         sizes=stored["sizes"],
         layer_scale=stored["layer_scale"],
         shrink_tokens=manifest.shrink_tokens,
@@ -287,6 +287,11 @@ def _assemble(manifest: Manifest, groups: Mapping[str, Arrays]) -> SignatureArte
         prefitted=prefitted,
         manifest=manifest,
     )
+
+
+def _floats(stored: np.ndarray) -> np.ndarray:
+    """As the decision's compiled loops take them, however they were stored."""
+    return np.ascontiguousarray(stored, np.float32)
 
 
 def _calibration(stored: Arrays, model: SignatureModel) -> CalibrationSet:

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from serving.assembly import expert_profiles
 from serving.core.errors import ArtefactError
+from serving.core.signature import SignatureSource
 from serving.signatures import manifest as files
 from serving.signatures.artefact import CalibrationSet, load_artefact, write_artefact
 from serving.signatures.profiles import DecodeProfiles
@@ -75,6 +77,25 @@ def test_what_was_written_comes_back(tmp_path):
     assert got.token_table.confidence == 0.5
     assert got.calibration.prefill.dtype == np.uint32
     assert (got.calibration.prefill.sum(axis=2) == 20 * TOP_K).all()
+
+
+@pytest.mark.parametrize(("dtype", "order"), [("f4", "F"), (">f4", "C"), ("f8", "C")])
+def test_a_decision_takes_floats_however_they_were_stored(tmp_path, dtype, order):
+    size = len(LAYERS) * NUM_EXPERTS
+    stored = DecodeProfiles(
+        centroids=np.eye(2, size).astype(dtype, order),
+        profiles=np.full((2, size), TOP_K / NUM_EXPERTS).astype(dtype, order),
+        sizes=np.array([6, 6], np.int32),
+        layer_scale=np.array([1.5, 1.5], np.float32),
+        shrink_tokens=64.0,
+    )
+    write(tmp_path, profiles=stored)
+    artefact = load_artefact(tmp_path)
+    counts = random_counts(20, np.random.default_rng(1))
+    signature = artefact.model.signature(counts, 20, source=SignatureSource.LIVE)
+    keep = expert_profiles(artefact).keep(signature)
+    assert keep.dtype == np.float32
+    assert 0.0 < keep.min() < keep.max() < 1.0
 
 
 def test_the_version_is_the_contents_and_nothing_elses(tmp_path):
