@@ -205,9 +205,9 @@ class PrefixStore:
             int32 [num_columns], fresh.
         """
         plane = self.reach[min(tier, len(self.reach) - 1)]
-        if DEPTHS.run is not None:
+        if (compiled := DEPTHS.run) is not None:
             table = self.tree.table
-            return DEPTHS.run(hashes, table.cells, table.keys, plane.rows)
+            return compiled(hashes, table.cells, table.keys, plane.rows)
         num = len(hashes)
         find, view, size = self.tree.table.find_one, plane.view, plane.row_bytes
         block = find(hashes.item(0)) if num else 0
