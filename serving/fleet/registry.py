@@ -50,7 +50,6 @@ class PhaseIndex:
         ready: bool [W], READY, and nobody of its slice is lost or draining.
         whole: bool [W], the slice part of that; None where nothing is in a slice.
         row_of_slot: int64 [capacity], view row of a slot, -1 for slots of other phases.
-        block: the slots as a slice, when they are consecutive; None otherwise.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -58,13 +57,6 @@ class PhaseIndex:
     ready: np.ndarray
     whole: np.ndarray | None
     row_of_slot: np.ndarray
-    block: slice | None
-
-    def columns(self, matrix: np.ndarray) -> np.ndarray:
-        """A copy of the phase's columns of [rows, capacity], [rows, W]."""
-        if self.block is not None:
-            return matrix[:, self.block].copy()
-        return matrix.take(self.slots, axis=1)
 
 
 class FleetRegistry:
@@ -208,7 +200,6 @@ class FleetRegistry:
                 ready=ready if whole is None else ready & whole,
                 whole=whole,
                 row_of_slot=row_of_slot,
-                block=_as_slice(slots),
             )
             self._index[phase] = index
         return index
@@ -241,9 +232,3 @@ class FleetRegistry:
         had = self.capacity
         self.reported = np.pad(self.reported, ((0, 0), (0, had)))
         self._free = list(range(2 * had - 1, had - 1, -1))
-
-
-def _as_slice(slots: np.ndarray) -> slice | None:
-    if len(slots) and (np.diff(slots) == 1).all():
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return None
