@@ -1,8 +1,8 @@
 """The objective itself: the worker of the lowest J, with the experts it will touch priced in.
 
 DESIGN "Placement": J in dollars, term by term (serving/core/objective.py), plus what joins it
-in the score only (region prior, tail weighting). Workers that would break the class's targets
-are set aside unless all would. In a large cell only a sample is priced: the workers whose
+in the score only (region prior, even steps, tail weighting). Workers that would break the class's
+targets are set aside unless all would. In a large cell only a sample is priced: the workers whose
 regions are nearest to the request's calibration cluster, and the least loaded.
 """
 
@@ -24,12 +24,12 @@ class ExpertCostOptions:
     """What an operator may choose.
 
     Attributes:
-        score: region prior and tail weighting.
+        score: region prior, even steps and tail weighting.
         max_spread: decode only; sets aside workers holding more than 1.25 times the mean
             number of requests plus 2. For interactive cells; packing cells leave it off.
         sample_above: price a sample when more rows than this are feasible.
-        num_near: rows of a sample taken for their region.
-        num_light: rows of a sample taken for their load.
+        num_near: rows of a sample taken for their region, <= sample_above.
+        num_light: rows of a sample taken for their load, <= sample_above.
         sample_small: price a random part of a cell that is not sampled otherwise, which spreads
             the choices of several routers with the same stale view.
         small_share: that part. Fewer rows herd less and choose worse. None follows what nobody
@@ -53,6 +53,11 @@ class ExpertCostOptions:
         for name in ("sample_above", "num_near", "num_light"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be >= 2")
+        for name in ("num_near", "num_light"):
+            if getattr(self, name) > self.sample_above:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be <= sample_above={self.sample_above}"
+                )
 
 
 class ExpertCost:

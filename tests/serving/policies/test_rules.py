@@ -284,6 +284,15 @@ def test_without_regions_a_large_cell_is_sampled_at_random_beside_the_least_load
     assert 10 <= len(first.term_rows) <= 20
 
 
+@pytest.mark.parametrize("name", ["num_near", "num_light"])
+def test_a_sample_is_no_larger_than_the_smallest_cell_that_is_sampled(name):
+    given = {"sample_above": 8, "num_near": 8, "num_light": 8}
+    asked = parts.context(busy_view([1] * 9))
+    assert make_policy("expert_cost", **given).rank(asked, rng()).chosen >= 0
+    with pytest.raises(ConfigError, match=f"{name}=9 must be <= sample_above=8"):
+        make_policy("expert_cost", **given | {name: 9})
+
+
 def test_half_of_a_small_cell_can_be_sampled():
     asked = parts.context(busy_view([1, 2, 3, 4, 5]))
     policy = make_policy("expert_cost", sample_small=True, small_share=0.5)
