@@ -164,6 +164,17 @@ def test_without_numba_numpy_runs(monkeypatch):
     assert all(kernel.run is kernel._numpy for kernel in native_kernels.KERNELS)
 
 
+def test_a_loop_that_fails_takes_those_before_it_back(monkeypatch, caplog):
+    if not native.is_available():
+        pytest.skip("numba is not installed")
+    native_kernels.unload()
+    monkeypatch.setattr(native_kernels.KERNELS[2], "_compiled", None)
+    monkeypatch.setattr(native_kernels.KERNELS[2], "_signature", "no signature")
+    native_kernels.load_in_background().join(60)
+    assert "NumPy" in caplog.text
+    assert all(kernel.run is kernel._numpy for kernel in native_kernels.KERNELS)
+
+
 def test_a_numba_that_fails_leaves_numpy(monkeypatch, caplog):
     native_kernels.unload()
     broken = types.SimpleNamespace()
