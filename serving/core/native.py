@@ -69,7 +69,7 @@ def _compile(loop: Callable[..., Any], signature: str) -> Callable[..., Any]:
     # Strict floating point: the same sums in the same order as the definition.
     try:
         return numba.njit(result(*given), cache=True, error_model="numpy")(loop)
-    except RuntimeError:  # nowhere to keep a cache: compiled anew in every process
+    except (RuntimeError, OSError):  # nowhere to keep a cache: compiled anew in every process
         return numba.njit(result(*given), error_model="numpy")(loop)
 
 

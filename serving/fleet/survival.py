@@ -202,9 +202,18 @@ class SurvivalRows:
             layer_scale: worker id -> distinct experts over all layers per masked one.
 
         Raises:
-            ValueError: a profile of another length, or outside [0, 1].
+            ValueError: a profile of another length, or outside [0, 1]; a scale that is not finite
+                and > 0. Nothing has changed then.
         """
         num = len(self._worker_ids)
+        for worker_id, scale in (layer_scale or {}).items():
+            if not 0.0 < scale < float("inf"):
+                raise ValueError(f"layer_scale of {worker_id!r}={scale!r} must be finite and > 0")
+        for worker_id, profile in (profiles or {}).items():
+            if profile.shape != (self.size,):
+                raise ValueError(f"profile of {worker_id!r} has {profile.shape=}, not {self.size=}")
+            if not (profile.min() >= 0.0 and profile.max() <= 1.0):
+                raise ValueError(f"profile of {worker_id!r} must lie in [0, 1]")
         self._rows = None
         self._blend = _Blend()
         self._region_scale = np.full(num, self._default_scale)
@@ -221,10 +230,6 @@ class SurvivalRows:
         self._prior_survival = np.ones((num, self.size), np.float32)
         self._prior_sum = np.full(num, float(self.size))
         for worker_id, profile in profiles.items():
-            if profile.shape != (self.size,):
-                raise ValueError(f"profile of {worker_id!r} has {profile.shape=}, not {self.size=}")
-            if not (profile.min() >= 0.0 and profile.max() <= 1.0):
-                raise ValueError(f"profile of {worker_id!r} must lie in [0, 1]")
             row = self._row_of.get(worker_id)
             if row is not None:
                 self._profiles[row] = profile

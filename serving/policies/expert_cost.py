@@ -158,11 +158,11 @@ class _RegionOrder:
 
 
 def _num_unseen(context: PlacementContext) -> float:
-    """Placements of other routers that no report has told of yet, in expectation."""
+    """Other routers' placements on feasible workers that no report has told of, in expectation."""
     view = context.view
     if view.num_unreported is None:
         return 0.0
-    return (view.num_replicas - 1) * (float(view.num_unreported.sum()) + 1.0)
+    return (view.num_replicas - 1) * (float(view.num_unreported @ context.feasible) + 1.0)
 
 
 def _load(context: PlacementContext) -> np.ndarray:

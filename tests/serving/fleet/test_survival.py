@@ -156,6 +156,11 @@ def test_profiles_are_checked_and_can_be_taken_away():
         rows.set_profiles({"a": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match="must lie in"):
         rows.set_profiles({"a": np.full(SIZE, 1.5, np.float32)})
+    for scale in (0.0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="layer_scale of 'a'"):
+            rows.set_profiles({"a": np.zeros(SIZE, np.float32)}, {"a": scale})
+    assert rows.rows().survival_prior is None
+    assert rows.rows().layer_scale.tolist() == [1.0]
     rows.set_profiles({"a": np.zeros(SIZE, np.float32)})
     assert rows.rows().survival_prior is not None
     rows.set_profiles(None)

@@ -320,3 +320,12 @@ def test_the_sample_shrinks_with_what_other_routers_placed_unseen(replicas, unre
     assert np.isfinite(answer.score).sum() == priced
     everybody = make_policy("expert_cost").rank(parts.context(seen), rng())
     assert np.isfinite(everybody.score).all()
+
+
+def test_what_lies_on_other_pools_workers_does_not_shrink_the_sample():
+    feasible = np.arange(24) < 12
+    seen = busy_view([1 + i for i in range(24)])
+    seen = seen._replace(num_unreported=np.where(feasible, 0.0, 50.0), num_replicas=4)
+    asked = parts.context(seen, feasible=feasible)
+    answer = make_policy("expert_cost", sample_small=True).rank(asked, rng())
+    assert np.isfinite(answer.score).sum() == 7
