@@ -64,7 +64,8 @@ class PrefixIndexConfig:
     Attributes:
         max_blocks: distinct blocks known at once; the least recently used go first.
         max_predicted: (block, worker) pairs credited on prediction at once.
-        predicted_ttl_s: life of a prediction for a worker whose events confirm it.
+        predicted_ttl_s: life of a prediction for a worker whose events confirm it; up to a
+            sixteenth of it may be cut off, so that several end together.
         approximate_ttl_s: the same for a worker without (complete) events.
         max_waiting: messages of one publisher held back behind a missing one.
         gap_timeout_s: after that the missing message is given up.

@@ -75,11 +75,12 @@ class Workload:
         if not len(ids):
             num_blocks = -(-num // block)
             ids = _UNSHARED + request * np.int64(1 << 12) + np.arange(num_blocks)
-        tokens = np.repeat(ids, block)[:num]
-        # Ids have up to 34 bits, tokens 17: even places say the low half, odd ones the high.
-        out = (tokens & 0x1FFFF).astype(np.int32)
-        out[1::2] = (tokens[1::2] >> 17).astype(np.int32)
-        return out
+        # Ids have up to 34 bits, tokens 17: a block's even places say the low half, odd ones the
+        # high.
+        out = np.empty((len(ids), block), np.int32)
+        out[:, ::2] = (ids & 0x1FFFF)[:, None]
+        out[:, 1::2] = (ids >> 17)[:, None]
+        return out.reshape(-1)[:num]
 
     def num_prompt_tokens(self, request: int) -> int:
         """Prompt length."""
