@@ -78,8 +78,8 @@ def _run(options: BenchOptions, peer: Peer | None, why_not: str) -> BenchReport:
         columns=("workers", "what", "cpu_p50_us", "cpu_p99_us", "wall_p50_us", "wall_p99_us"),
         rows=tuple(rows),
         note=f"{num_batches} batches of {_BATCH} in turns, the first left out; ours chooses a "
-        "prefill and a decode worker; bars: p50 at most half the peer's wall for two workers at 8 and "
-        "64, p99 at most 1 ms of thread CPU at 1,024",
+        "prefill and a decode worker; bars: p50 at most half the peer's wall for two workers at 8 "
+        "and 64, p99 at most 1 ms of thread CPU at 1,024",
     )
     facts: dict[str, Cell] = {
         "peer": "none" if peer is None else f"ai-dynamo-runtime {peer.hello['version']}",

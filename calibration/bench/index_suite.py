@@ -18,6 +18,7 @@ import numpy as np
 
 from calibration.bench.peer import Peer
 from calibration.bench.report import BenchOptions, BenchReport, Cell, Table
+from serving import native_kernels
 from serving.core.worker import Capabilities, Role, WorkerInfo
 from serving.fleet.kv_events import BlocksRemoved, BlocksStored, EventBatch
 from serving.fleet.prefix_index import PrefixIndex, PrefixIndexConfig
@@ -51,14 +52,16 @@ def run(options: BenchOptions) -> BenchReport:
         AssertionError: an answer is wrong; no figure is worth anything then.
     """
     peer, why_not = Peer.start(Path(__file__).with_name("peer_radix.py"), options.peer_python)
+    compiled = native_kernels.load()
     try:
-        return _run(options, peer, why_not)
+        return _run(options, peer, why_not, compiled)
     finally:
+        native_kernels.unload()
         if peer is not None:
             peer.close()
 
 
-def _run(options: BenchOptions, peer: Peer | None, why_not: str) -> BenchReport:
+def _run(options: BenchOptions, peer: Peer | None, why_not: str, compiled: bool) -> BenchReport:
     rng = np.random.default_rng(options.seed)
     options.say("index: filling")
     fleet = _Fleet(peer, rng)
@@ -79,6 +82,7 @@ def _run(options: BenchOptions, peer: Peer | None, why_not: str) -> BenchReport:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "numpy": np.__version__,
+        "compiled": "yes" if compiled else "no: numba is not installed",
     }
     return BenchReport(
         suite="index",
