@@ -15,6 +15,7 @@ import asyncio
 import logging
 import random
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
@@ -110,6 +111,7 @@ class App:
         self._regions: FittedRegions | None = None
         self._online: OnlineRegions | None = None
         self._upkeep: Upkeep
+        self._kernels: threading.Thread | None = None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] | None = None
@@ -194,6 +196,11 @@ class App:
             self._tokenizer.close()
             self._tokenizer = None
 
+    async def warmed_up(self) -> None:
+        """Waits until decisions run as they will from then on: compiling takes a core for seconds."""
+        if self._kernels is not None:
+            await asyncio.to_thread(self._kernels.join)
+
     async def until_failure(self) -> None:
         """Waits until a background task dies, which it never should.
 
@@ -267,7 +274,7 @@ class App:
         facts = await assembly.model_facts(config, self._engines.values(), infos, clock)
         await self._open_doors(facts)
         if config.router.compiled:
-            native_kernels.load_in_background()
+            self._kernels = native_kernels.load_in_background()
 
     def _check_address(self) -> None:
         """Tells of an address in use before anything is compiled; gRPC binds it at the end."""

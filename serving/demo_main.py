@@ -153,6 +153,7 @@ async def _play(config: DemoConfig, fleet: App, progress: Progress) -> Played:
     total = len(config.prompts)
     runs: list[Run] = []
     async with DemoClient(fleet.address) as client:
+        await fleet.warmed_up()
         progress.say("measuring capacity", 0, total)
         capacity_per_s = await measure_capacity(
             client, config.prompts, max_tokens=config.output_tokens, clock=SystemClock()
