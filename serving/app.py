@@ -197,7 +197,7 @@ class App:
             self._tokenizer = None
 
     async def warmed_up(self) -> None:
-        """Waits until decisions run as they will from then on: compiling takes a core for seconds."""
+        """Waits until decisions run as they will from then on: compiling takes a core."""
         if self._kernels is not None:
             await asyncio.to_thread(self._kernels.join)
 
