@@ -207,6 +207,10 @@ class _Measured:
     num_samples: int
 
 
+_WILD = 1000.0
+"""A measured bandwidth further than this factor from the prior counts as this far."""
+
+
 class TransferMatrix:
     """Links by (prefill cell, decode cell); time comes from the caller."""
 
@@ -249,6 +253,9 @@ class TransferMatrix:
             return
         # A hand-over faster than its setup measures the setup, not the wire.
         rate = moved.num_bytes / max(seconds - prior.setup_s, 0.1 * seconds)
+        # One wild sample must not close a link, nor make it free.
+        if math.isfinite(prior.bytes_per_s):
+            rate = min(max(rate, prior.bytes_per_s / _WILD), prior.bytes_per_s * _WILD)
         old = self._measured.get(pair)
         if old is None or now_s - old.at_s > self._fresh_s:
             self._measured[pair] = _Measured(bytes_per_s=rate, at_s=now_s, num_samples=1)

@@ -154,6 +154,11 @@ def test_links_take_the_hardwares_priors_and_fresh_measurements(surface):
     # The first compiled for a new number of blocks, which says nothing of the wire.
     assert measured == {pair: pytest.approx(2048 * 163840 / 0.05)}
     assert surface.links(LinkSpeeds(), now_s=9999.0).measured_bytes_per_s == {}
+    # One wild sample neither closes a link nor makes it free.
+    for seconds in (1e-6, 600.0):
+        surface.observe_hand_over(pair, num_blocks=128, num_bytes=1, seconds=seconds, now_s=1e5)
+        (rate,) = surface.links(LinkSpeeds(), now_s=1e5).measured_bytes_per_s.values()
+        assert 1e6 < rate < 1e13
 
 
 def test_a_mean_request_is_checked():

@@ -19,6 +19,10 @@ def test_there_and_back():
         {"eldr-pull-s": "-1"},
         {"eldr-pull-blocks": "0"},
         {"eldr-pull-bytes": "1.5"},
+        {"eldr-pull-bytes": "9" * 400},
+        {"eldr-pull-blocks": str(1 << 30)},
+        {"eldr-pull-s": "1e-320"},
+        {"eldr-pull-s": "1e300"},
     ],
 )
 def test_nonsense_is_not_a_measurement(changed):
