@@ -236,25 +236,17 @@ class WorkerCosts:
                 whole[rows] = some
         return out
 
-    def padded(
-        self, tokens: np.ndarray, rows: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def padded(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a prefill of `tokens` runs as: full chunks of the largest bucket, then the rest.
 
         Args:
-            tokens: integer [W], >= 0; or [R] when `rows` says whose they are.
-            rows: int64 [R], or None for all.
+            tokens: integer [W], >= 0.
 
         Returns:
-            int64 tokens including padding and int64 chunks, shaped like `tokens`.
+            int64 [W] tokens including padding, and int64 [W] chunks.
         """
         if len(self.bucket_groups) == 1:
             return self.bucket_groups[0][1].padded(tokens)
-        if rows is not None:
-            everybody = np.zeros(len(self.workers), tokens.dtype)
-            everybody[rows] = tokens
-            padded, chunks = self.padded(everybody)
-            return padded[rows], chunks[rows]
         padded, chunks = np.empty(tokens.shape, np.int64), np.empty(tokens.shape, np.int64)
         for rows, table, _ in self.bucket_groups:
             padded[rows], chunks[rows] = table.padded(tokens[rows])
@@ -310,7 +302,9 @@ _COLUMNS = (
     "kv_bytes_per_token",
     "any_tp",
 )
-_, _, _, STEP_BASE_S, EXPERT_S, REQUEST_S, ATTENTION_S, TOTAL_EXPERTS, MISS = range(9)
+STEP_BASE_S, EXPERT_S, REQUEST_S, ATTENTION_S, MISS = (
+    _COLUMNS.index(name) for name in ("step_base_s", "expert_s", "request_s", "attention_s", "miss")
+)
 """Rows of `WorkerCosts.columns`."""
 
 

@@ -259,12 +259,7 @@ def _fits_numpy(
     """
     mask = usable & accepts
     mask &= takes_kv
-    left = kv_free - blocks
-    fits = left >= kv_reserve
-    if np.count_nonzero(fits) < len(fits):
-        # The reserve is for requests that outgrow their estimate: an idle worker has none.
-        fits |= (num == 0) & (left >= 0)
-    mask &= fits
+    mask &= _kv_fits(kv_free - blocks, kv_reserve, num)
     if decodes:
         mask &= num < max_num_seqs
     return mask
@@ -337,11 +332,16 @@ def _context_ok(asked: FitQuestion) -> np.ndarray:
 
 
 def _kv_ok(asked: FitQuestion, blocks: int | np.ndarray) -> np.ndarray:
-    left = asked.view.kv_blocks_free - blocks
-    fits = left >= asked.cell.kv_reserve
+    view = asked.view
+    return _kv_fits(view.kv_blocks_free - blocks, asked.cell.kv_reserve, view.num_inflight)
+
+
+def _kv_fits(left: np.ndarray, reserve: np.ndarray, num: np.ndarray) -> np.ndarray:
+    """Whose KV blocks left over with the request suffice, bool [W]."""
+    fits = left >= reserve
     if np.count_nonzero(fits) < len(fits):
         # The reserve is for requests that outgrow their estimate: an idle worker has none.
-        fits |= (asked.view.num_inflight == 0) & (left >= 0)
+        fits |= (num == 0) & (left >= 0)
     return fits
 
 

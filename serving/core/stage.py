@@ -39,7 +39,7 @@ from serving.core.transfer import LinkSpeeds, TransferTimes
 from serving.core.worker import Capabilities, FleetView, Phase, WorkerInfo
 
 NO_HASHES = np.empty(0, np.uint64)
-_NO_PROMPT: dict[int, np.ndarray] = {}
+_NO_HASHES_BY_SIZE: dict[int, np.ndarray] = {}
 CellKeys = tuple[tuple[str, str], ...]
 
 
@@ -155,7 +155,7 @@ class StageChooser:
         )
         if not np.count_nonzero(found.mask):
             raise_infeasible(found, given.cells)
-        hashes, cached = _NO_PROMPT, cell.no_cached_tokens
+        hashes, cached = _NO_HASHES_BY_SIZE, cell.no_cached_tokens
         if phase is Phase.PREFILL and learned.prefix_index is not None:
             hashes, cached = self._cached(given, found, costs, learned.prefix_index)
         keep, cluster = None, -1

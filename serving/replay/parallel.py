@@ -77,8 +77,10 @@ def make_runs(units: Sequence[Unit], num_jobs: int, told: Told) -> None:
         waiting = [pool.submit(_tried, unit) for unit in units]
         try:
             for done in as_completed(waiting):
-                # What is wrong with a unit is found again here, where it can be raised whole.
-                for name, num_requests in done.result() or _make(units[waiting.index(done)]):
+                made = done.result()
+                if made is None:  # what is wrong is found again here, where it can be raised whole
+                    made = _make(units[waiting.index(done)])
+                for name, num_requests in made:
                     told(name, num_requests)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -250,7 +250,9 @@ def workloads_table(reports: Sequence[Report]) -> list[str]:
 
 
 def share_of(found: Found, part: tuple[str, str], whole: tuple[str, str], metric: str) -> float:
-    """A gain over another gain, both against their cells' best of four; nan where one is missing.
+    """A gain over another gain, both against their cells' best of four.
+
+    nan where one is missing, 0 where the full gain is none.
 
     Args:
         found: the reports.
@@ -260,8 +262,10 @@ def share_of(found: Found, part: tuple[str, str], whole: tuple[str, str], metric
     """
     mine = found.get(part[0], part[1], metric)
     full = found.get(whole[0], whole[1], metric)
-    if mine is None or full is None or full.mean_pct >= 0:
+    if mine is None or full is None:
         return float("nan")
+    if full.mean_pct >= 0.0:
+        return 0.0
     return mine.mean_pct / full.mean_pct
 
 

@@ -35,8 +35,8 @@ def test_rows_of_workers_with_different_buckets():
     padded, chunks = parts.BOOK.rows(workers).padded(np.array([100, 100, 300]))
     assert padded.tolist() == [256, 100, 256 + 64]
     assert chunks.tolist() == [1, 1, 2]
-    some = parts.BOOK.rows(workers).padded(np.array([300, 100]), np.array([2, 1]))
-    assert [ran.tolist() for ran in some] == [[320, 100], [2, 1]]
+    rows = parts.BOOK.rows(workers)
+    assert [rows.padded_on(2, 300), rows.padded_on(1, 100)] == [(320, 2), (100, 1)]
 
 
 def test_an_unknown_cell_is_marked_not_fatal():

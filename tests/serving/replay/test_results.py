@@ -113,6 +113,27 @@ def test_bars_hold_miss_or_have_not_run(main_report):
     assert "**missed**" in missed["task P50 at most -10%"].line()
 
 
+def test_a_bar_over_cells_does_not_hold_while_one_has_not_run(main_report):
+    def said(report: Report) -> dict[str, bool | None]:
+        return {bar.text: bar.holds for bar in bars(Found([report]))}
+
+    never = "expert_cost P99 never above +1% in a cell of main grids and substrates"
+    key = next(text for text in said(main_report) if text.startswith(never))
+    assert said(main_report)[key] is True
+    gone = [r for r in main_report.cells if (r.cell, r.policy) != ("task-batch-8", "expert_cost")]
+    assert said(report_of(gone, CELLS))[key] is None
+
+
+def test_a_share_of_no_gain_is_none_of_it():
+    results = [
+        result("a", policy, seed, 100.0, value + seed)
+        for seed in (0, 1)
+        for policy, value in (("jsq", 100.0), ("eldr_online", 110.0), ("expert_cost", 90.0))
+    ]
+    found = Found([report_of(results, {})])
+    assert share_of(found, ("a", "expert_cost"), ("a", "eldr_online"), "tpot_ms_p99") == 0.0
+
+
 def test_shares_and_the_worst_cell(main_report):
     found = Found([main_report])
     cells = found.cells("task-batch-")
