@@ -1,8 +1,8 @@
 """All hot loops of the decision (core/native.py), loaded together, and when.
 
 A replay loads them before its first run, so that all of it is decided by the same code. A server
-serves first and loads them in a thread, which takes a core for a second with numba's cache and
-for some five without. Whether they are there shows in how long a decision takes and in the last
+serves first and loads them in a thread, which takes a core for half a second with numba's cache
+and for some five without. Whether they are there shows in how long a decision takes and in the last
 bit of its sums, in nothing else.
 """
 
